@@ -36,6 +36,8 @@ class StateCheck:
         self._draws = draws
         self._before: dict[str, Tensor] = {}
         self._attributes: list[tuple[nn.Module, str, Any]] = []
+        # What forwards changed: (module, attribute) -> its value before the first of them.
+        self._changed: dict[tuple[nn.Module, str], Any] = {}
         self._restore: Callable[[], None] = lambda: None
         self._mark: Any = None  # where the draws stood then
         self._is_repeating = False
@@ -43,7 +45,8 @@ class StateCheck:
 
     @contextmanager
     def watching(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Watch the forwards of models (without wrappers) in the block.
+        """Watch the forwards of models (without wrappers) in the block, and restore at its end the
+        attributes that they changed; not those that the loop set.
 
         Raises:
             LossNotAdditive: In the block, if what a forward left in buffers changes the next one.
@@ -57,6 +60,9 @@ class StateCheck:
         finally:
             for handle in handles:
                 handle.remove()
+            for (module, name), value in self._changed.items():
+                vars(module)[name] = value
+            self._changed = {}
 
     def _note(self, model: nn.Module, args: tuple) -> None:
         """Copy the state before a forward; a forward pre-hook."""
@@ -73,11 +79,11 @@ class StateCheck:
         after = dict(_states(model))
         before = self._before
         changed = [n for n, b in after.items() if n in before and not torch.equal(b, before[n])]
-        attributes = [
-            f"{type(module).__name__}.{name}"
-            for module, name, value in self._attributes
-            if vars(module).get(name) is not value
-        ]
+        attributes = []
+        for module, name, value in self._attributes:
+            if vars(module).get(name) is not value:
+                attributes.append(f"{type(module).__name__}.{name}")
+                self._changed.setdefault((module, name), value)
         if not changed and not attributes:
             return
         names = ", ".join(changed[:NUM_NAMES])

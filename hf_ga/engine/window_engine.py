@@ -441,7 +441,9 @@ class WindowEngine:
         with ExitStack() as stack:
             if not slot.is_counted:
                 for model in self._all_models:
-                    stack.callback(snapshot_state(model))
+                    # Of trained models in a rehearsal, those attributes that forwards change.
+                    is_watched = slot.is_rehearsal and model in self._models
+                    stack.callback(snapshot_state(model, with_attributes=not is_watched))
             if slot.is_rehearsal:
                 bare_models = [unwrapped(model) for model in self._models]
                 stack.enter_context(self._state_check.watching(bare_models))

@@ -270,13 +270,17 @@ def extra_forwards(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def snapshot_state(model: nn.Module) -> Callable[[], None]:
+def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callable[[], None]:
     """Copy what forwards may leave in a model, and return a function that restores it, for a window
     that is computed again.
 
     That are all buffers: the same tensors are registered again, if they were replaced, and the
     copied values are written into them. And attributes that may say what buffers hold, such as the
     length of a cache: see `plain_attributes`.
+
+    Args:
+        model: The model.
+        with_attributes: Whether to restore attributes, those that the loop sets included.
     """
     saved = [
         (module, name, buffer, buffer.clone())
@@ -284,7 +288,7 @@ def snapshot_state(model: nn.Module) -> Callable[[], None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    attributes = plain_attributes(model)
+    attributes = plain_attributes(model) if with_attributes else []
 
     def restore() -> None:
         """Restore what the model held when `snapshot_state` was called."""

@@ -2008,6 +2008,32 @@ def test_parameters_that_the_loop_changes_before_the_forward_are_those_of_the_wi
 
 
 @pytest.mark.parametrize("batch_size", [4, 2])
+def test_an_attribute_that_the_loop_sets_in_the_first_iteration_stays(batch_size):
+    """Of each window, also if that iteration is a rehearsal."""
+
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * super().forward(x)
+
+    def run(kind, size):
+        updates = [0, True]  # how many there were, whether a window begins
+
+        def iteration(accelerator, model, optimizer, x, y, values):
+            number, begins = updates
+            if begins:
+                accelerator.unwrap_model(model).scale = 2.0 + number
+            accelerator.backward(cross_entropy(model, x, y))
+            updates[:] = number + accelerator.sync_gradients, accelerator.sync_gradients
+
+        return Loop(plain, lambda: seeded(Scaled(6, 3)), iteration=iteration).run(kind, size)
+
+    expected = run(accelerate.Accelerator, WINDOW)
+    assert (run(Accelerator, batch_size) - expected).norm() < CLOSE * expected.norm()
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
 def test_a_factor_that_changes_in_each_iteration_is_refused_in_the_first_window(batch_size):
     """With two micro-batches the first one is a rehearsal, and the other one the whole window."""
     factors = iter(range(1, 100))
