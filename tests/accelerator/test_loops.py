@@ -1763,33 +1763,35 @@ def test_adversaries_are_right_or_refused(order, batch_size):
     assert (weights - expected).norm() < CLOSE * expected.norm()
 
 
+def train_on_two(kind, batch_size, datasets, repeat=iter):
+    """Train on the batches of two loaders side by side."""
+    reset_states()
+    accelerator = kind(gradient_accumulation_steps=WINDOW // batch_size)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loaders = [DataLoader(dataset, batch_size) for dataset in datasets]
+    model, optimizer, first, second = accelerator.prepare(model, optimizer, *loaders)
+    for (x, y), (other_x, other_y) in zip(first, repeat(second), strict=False):
+        with accelerator.accumulate(model):
+            loss = cross_entropy(model, x, y) + cross_entropy(model, other_x, other_y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model)
+
+
 @pytest.mark.parametrize("batch_size", LAYOUTS)
 def test_two_loaders_that_are_zipped(batch_size):
     """The second one has other samples, and targets of its own."""
-
-    def run(kind, batch_size):
-        reset_states()
-        accelerator = kind(gradient_accumulation_steps=WINDOW // batch_size)
-        model = classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        labels = Y.masked_fill(Y == 0, -100).clone()
-        labels[::4] = 2
-        first = DataLoader(TensorDataset(X[:16], Y[:16]), batch_size)
-        second = DataLoader(TensorDataset(X.flip(0)[:16], labels[:16]), batch_size)
-        model, optimizer, first, second = accelerator.prepare(model, optimizer, first, second)
-        for (x, y), (other_x, other_y) in zip(first, second, strict=False):
-            with accelerator.accumulate(model):
-                loss = cross_entropy(model, x, y) + cross_entropy(model, other_x, other_y)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-        return flat(model)
-
-    expected = run(accelerate.Accelerator, 8)
+    labels = Y.masked_fill(Y == 0, -100).clone()
+    labels[::4] = 2
+    datasets = TensorDataset(X[:16], Y[:16]), TensorDataset(X.flip(0)[:16], labels[:16])
+    expected = train_on_two(accelerate.Accelerator, 8, datasets)
     learnt = (expected - flat(classifier())).norm()
-    assert (run(Accelerator, batch_size) - expected).norm() < CLOSE * learnt
+    assert (train_on_two(Accelerator, batch_size, datasets) - expected).norm() < CLOSE * learnt
     if batch_size == 2:
-        assert (run(accelerate.Accelerator, 2) - expected).norm() > FAR * learnt
+        usual = train_on_two(accelerate.Accelerator, 2, datasets)
+        assert (usual - expected).norm() > FAR * learnt
 
 
 def again_and_again(loader):
@@ -1800,26 +1802,11 @@ def again_and_again(loader):
 @pytest.mark.parametrize(("repeat", "is_told"), [(cycle, True), (again_and_again, False)])
 def test_a_shorter_second_loader_that_begins_again(repeat, is_told, caplog):
     """`cycle` gives the batches again that it has seen, those of rehearsals, too."""
-
-    def run(kind, batch_size):
-        reset_states()
-        accelerator = kind(gradient_accumulation_steps=WINDOW // batch_size)
-        model = classifier()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        many = TensorDataset(torch.cat([X[:16]] * 3), torch.cat([Y[:16]] * 3))
-        few = TensorDataset(X[8:16], Y[8:16])
-        loaders = [DataLoader(dataset, batch_size) for dataset in (many, few)]
-        model, optimizer, first, second = accelerator.prepare(model, optimizer, *loaders)
-        for (x, y), (other_x, other_y) in zip(first, repeat(second), strict=False):
-            with accelerator.accumulate(model):
-                loss = cross_entropy(model, x, y) + cross_entropy(model, other_x, other_y)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-        return flat(model)
-
-    expected = run(accelerate.Accelerator, 8)
-    error = (run(Accelerator, 2) - expected).norm() / (expected - flat(classifier())).norm()
+    many = TensorDataset(torch.cat([X[:16]] * 3), torch.cat([Y[:16]] * 3))
+    datasets = many, TensorDataset(X[8:16], Y[8:16])
+    expected = train_on_two(accelerate.Accelerator, 8, datasets, repeat)
+    learnt = (expected - flat(classifier())).norm()
+    error = (train_on_two(Accelerator, 2, datasets, repeat) - expected).norm() / learnt
     assert (error > FAR) == is_told
     assert ("second loader" in caplog.text) == is_told
     assert is_told or error < CLOSE
