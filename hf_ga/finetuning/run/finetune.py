@@ -274,7 +274,8 @@ def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
     if isinstance(error, OutOfMemory):  # says itself what to change
         return OutOfMemory(f"{error} Then {then}.")
     return OutOfMemory(
-        f"memory ran out: use smaller batches, or FSDP over more devices. {error} Then {then}."
+        "memory ran out: use smaller batches (--per_device_train_batch_size; in evaluations "
+        f"--per_device_eval_batch_size), or FSDP over more devices. {error} Then {then}."
     )
 
 
