@@ -1,12 +1,13 @@
-"""Finds state that forwards leave in a model for the next forward, in buffers or attributes: a
+"""Finds state that forwards leave in a module for the next forward, in buffers or attributes: a
 window has as many forwards as micro-batches, the full batch has one.
 
 In a rehearsal, a forward that changed some is run once more, with the same random numbers. If it
-returns something else, they matter.
+returns something else, they matter. That goes for the models, and for what else the loop calls: a
+loss that keeps a moving average, a part of a model, a teacher.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from torch import Tensor, nn
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import LossNotAdditive
 from hf_ga.logs import get_logger
-from hf_ga.model.forward import extra_forwards, plain_attributes, snapshot_state
+from hf_ga.model.forward import (
+    WRAPPERS,
+    before_all_forwards,
+    extra_forwards,
+    plain_attributes,
+    snapshot_state,
+)
 from hf_ga.model.outputs import named_tensors
 
 logger = get_logger(__name__)
@@ -25,7 +32,7 @@ NUM_NAMES = 6  # of buffers and attributes in a message
 
 
 class StateCheck:
-    """Repeats forwards of a rehearsal that changed what the model holds.
+    """Repeats forwards of a rehearsal that changed what their module holds.
 
     Args:
         draws: The random draws of the loop.
@@ -34,48 +41,77 @@ class StateCheck:
     def __init__(self, draws: KeyedDraws) -> None:
         """Start before the first rehearsal."""
         self._draws = draws
+        self._running: nn.Module | None = None  # what the loop called; others run inside of it
         self._before: dict[str, Tensor] = {}
         self._attributes: list[tuple[nn.Module, str, Any]] = []
         # What forwards changed: (module, attribute) -> its value before the first of them.
         self._changed: dict[tuple[nn.Module, str], Any] = {}
         self._restore: Callable[[], None] = lambda: None
+        self._restore_all: dict[int, Callable[[], None]] = {}  # by module
         self._mark: Any = None  # where the draws stood then
         self._is_repeating = False
         self._has_warned = False
 
     @contextmanager
-    def watching(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Watch the forwards of models (without wrappers) in the block, and restore at its end the
-        attributes that they changed; not those that the loop set.
+    def watching(self, models: Sequence[nn.Module], *, with_others: bool) -> Iterator[None]:
+        """Watch forwards in the block, and restore at its end the buffers and attributes that they
+        changed; not those that the loop set.
+
+        Args:
+            models: Models, without wrappers.
+            with_others: Whether to watch all modules that the loop calls: not in compiled models,
+                which would be compiled again.
 
         Raises:
             LossNotAdditive: In the block, if what a forward left in buffers changes the next one.
         """
-        handles = []
-        for model in models:
-            handles.append(model.register_forward_pre_hook(self._note))
-            handles.append(model.register_forward_hook(self._check, with_kwargs=True))
-        try:
+        with ExitStack() as stack:
+            if with_others:
+                stack.enter_context(before_all_forwards(self._note))
+            for model in () if with_others else models:
+                stack.callback(model.register_forward_pre_hook(self._note).remove)
+            stack.callback(self._undo)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for (module, name), value in self._changed.items():
-                vars(module)[name] = value
-            self._changed = {}
 
-    def _note(self, model: nn.Module, args: tuple) -> None:
-        """Copy the state before a forward; a forward pre-hook."""
-        if not self._is_repeating:
-            self._before = {name: buffer.clone() for name, buffer in _states(model)}
-            self._attributes = plain_attributes(model)
-            self._restore = snapshot_state(model)
-            self._mark = self._draws.mark()
+    def _undo(self) -> None:
+        """Restore what forwards changed."""
+        for (module, name), value in self._changed.items():
+            vars(module)[name] = value
+        for restore in self._restore_all.values():
+            restore()
+        self._running = None
+        self._changed = {}
+        self._restore_all = {}
+
+    def _note(self, module: nn.Module, args: tuple) -> None:
+        """Copy the state before a forward that the loop calls; a forward pre-hook."""
+        is_in_backward = torch._C._current_graph_task_id() != -1  # of activation checkpointing
+        if self._running is not None or is_in_backward or torch.compiler.is_compiling():
+            return
+        if isinstance(module, (*WRAPPERS, torch.jit.ScriptModule)):  # a script has no such hooks
+            return
+        self._running = module
+        self._before = {name: buffer.clone() for name, buffer in _states(module)}
+        self._attributes = plain_attributes(module)
+        self._restore = snapshot_state(module)
+        self._restore_all.setdefault(id(module), snapshot_state(module, with_attributes=False))
+        self._mark = self._draws.mark()
+
+        def end(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
+            """Check what the forward left, after the module's other hooks; also after an error."""
+            if self._is_repeating:
+                return
+            handle.remove()
+            try:
+                if outputs is not None:
+                    self._check(module, args, kwargs, outputs)
+            finally:
+                self._running = None
+
+        handle = module.register_forward_hook(end, with_kwargs=True, always_call=True)
 
     def _check(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        """Repeat a forward that changed buffers or attributes; a forward hook."""
-        if self._is_repeating:
-            return
+        """Repeat a forward that changed buffers or attributes."""
         after = dict(_states(model))
         before = self._before
         changed = [n for n, b in after.items() if n in before and not torch.equal(b, before[n])]
@@ -90,9 +126,10 @@ class StateCheck:
         if self._depends_on_state(model, args, kwargs, outputs):
             all_names = ", ".join([*changed, *attributes][:NUM_NAMES])
             raise LossNotAdditive(
-                f"what a forward leaves in {all_names} changes what the next one returns, and a "
-                "window has as many forwards as micro-batches, so its gradient depends on their "
-                "number. Put the modules that hold them into evaluation mode (eval())."
+                f"what a forward of {type(model).__name__} leaves in {all_names} changes what the "
+                "next one returns, and a window has as many forwards as micro-batches, so its "
+                "gradient depends on their number. Put the modules that hold them into evaluation "
+                "mode (eval()), or change them once a window, after optimizer.step()."
             )
         if changed and not self._has_warned:
             self._has_warned = True

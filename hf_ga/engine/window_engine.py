@@ -30,6 +30,7 @@ from hf_ga.engine.look.footprints import footprints_inside, footprints_of
 from hf_ga.engine.look.looks import Looks
 from hf_ga.engine.look.recorder import OutputRecorder, choices_among_samples, widths_of
 from hf_ga.engine.look.rehearsal import WIDTH_TOLERANCE, Rehearsal, is_inside
+from hf_ga.engine.look.weight_check import WeightCheck
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
 from hf_ga.engine.state import StateCheck
@@ -107,8 +108,7 @@ class WindowEngine:
         self._request: WindowRequest | None = None
         self._recorder = OutputRecorder()
         self._state_check = StateCheck(self.draws)
-        self._watches_weights = False
-        self._weight_norms: Tensor | None = None  # at the first backward of the window
+        self._weight_check = WeightCheck()
         self._rehearsal: Rehearsal | None = None  # of the current window
         self._router: WindowRouter | None = None  # of models with a balancing loss
         self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
@@ -228,8 +228,6 @@ class WindowEngine:
         if not goes_on:
             self.gradient.backend = self.backend
             self.gradient.begin(chunk_tree)
-        self._weight_norms = None
-        self._watches_weights = is_rehearsed and not self.backend.is_sharded
         backend = self.backend
         self.gradient.sums.num_micro_batches = num_slots * backend.num_processes
         for model in models:
@@ -252,6 +250,9 @@ class WindowEngine:
             is_traced = any(is_compiled(model) for model in bare_models)
             recording = self._recorder.recording(bare_models, with_submodules=not is_traced)
             self._window_contexts.enter_context(recording)
+            if not self.backend.is_sharded:
+                watching = self._weight_check.watching(parameters, with_modules=not is_traced)
+                self._window_contexts.enter_context(watching)
         # What is compiled for rows is not compiled for padded samples, too.
         if is_rehearsed and self.speed_ups.may_run_rows(models):
             self._window_contexts.enter_context(force_eager())
@@ -446,7 +447,9 @@ class WindowEngine:
                     stack.callback(snapshot_state(model, with_attributes=not is_watched))
             if slot.is_rehearsal:
                 bare_models = [unwrapped(model) for model in self._models]
-                stack.enter_context(self._state_check.watching(bare_models))
+                is_traced = any(is_compiled(model) for model in bare_models)
+                watching = self._state_check.watching(bare_models, with_others=not is_traced)
+                stack.enter_context(watching)
             stack.enter_context(without_cudnn_attention())
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))
@@ -518,8 +521,7 @@ class WindowEngine:
         if slot.is_counted and self.gradient.must_repeat is None:
             self.gradient.sums.end_micro_batch()
         self.draws.after_backward()
-        if self._watches_weights and self._weight_norms is None:
-            self._weight_norms = self._norms_of_weights()
+        self._weight_check.note()
 
     def _switched_on(self, readings: Sequence[Reading]) -> list[Reading]:
         """Return the readings whose factor is not 0; the gradient is told of the others."""
@@ -691,6 +693,7 @@ class WindowEngine:
             if can_try and not is_small and not rehearsal.is_low_precision:
                 self._try_padding()
             return
+        self._weight_check.check()  # names what changes, if that is the cause
         # A loop by hand cannot be given the window again, which helps if widths differ.
         can_help = not self._goes_on or has_other_width
         if can_help and not is_padded:
@@ -769,31 +772,6 @@ class WindowEngine:
 
     # The window's end
 
-    def _norms_of_weights(self) -> Tensor:
-        """Return the norms of the parameters, but for embeddings that renormalise what they look
-        up, shape (parameters,).
-        """
-        modules = [module for model in self._models for module in model.modules()]
-        renormalised = {id(m.weight) for m in modules if getattr(m, "max_norm", None) is not None}
-        weights = [p.detach() for p in self.gradient.parameters if id(p) not in renormalised]
-        norms = torch._foreach_norm(weights) if weights else []
-        return torch.stack([norm.to(self.backend.device) for norm in norms] or [torch.empty(0)])
-
-    def _compare_weights(self) -> None:
-        """Note an error if parameters of a rehearsed window are others than at its first backward:
-        the full batch has one.
-        """
-        before = self._weight_norms
-        if before is None or torch.allclose(
-            before, self._norms_of_weights(), rtol=0, atol=0, equal_nan=True
-        ):
-            return
-        self.gradient.failure = self.gradient.failure or ConfigError(
-            "the loop changed parameters within a window (it clamps, decays or copies them in each "
-            "iteration), so the window's micro-batches used different weights. Do it after "
-            "optimizer.step(), below `if accelerator.sync_gradients:`."
-        )
-
     def finish(self, *, can_repeat: bool, keeps_sums: bool) -> bool:
         """Finish the window: see `WindowGradient.finish`. Restores the models' buffers if it must
         be computed again.
@@ -812,12 +790,12 @@ class WindowEngine:
                 "hf_ga: no output of the prepared models has rows of samples, so it was not tried "
                 "whether a sample's loss depends on the other samples of its micro-batch."
             )
-        if self._router is not None:
-            try:
+        try:
+            self._weight_check.check()
+            if self._router is not None:
                 self._router.check_window()
-            except LossNotAdditive as error:
-                self.gradient.failure = self.gradient.failure or error
-        self._compare_weights()
+        except HfGaError as error:  # of this rank: all ranks finish
+            self.gradient.failure = self.gradient.failure or error
         gradient = self.gradient
         state = self._state
         is_padded = self._request is not None and self._request.pad_to_window

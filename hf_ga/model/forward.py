@@ -14,6 +14,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from hf_ga.errors import ConfigError, NoLoss
@@ -256,6 +257,21 @@ def restored_state(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+@contextmanager
+def before_all_forwards(hook: Callable[[nn.Module, tuple], None]) -> Iterator[None]:
+    """Call a function before the forward of any module in the block, also of those within others.
+
+    Silences torch's warning that the wrapper of a compiled module is one more module.
+    """
+    handle = register_module_forward_pre_hook(hook)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using `torch.compile")
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 @contextmanager

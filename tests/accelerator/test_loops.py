@@ -917,6 +917,33 @@ def forwards_counted_by_the_model(model, x, y, values):
     return cross_entropy(model, x, y)
 
 
+class Centred(nn.Module):
+    """A loss on outputs whose slow centre is subtracted, as self-distillation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits - self.centre, y)
+        self.centre = 0.9999 * self.centre + 0.0001 * logits.detach().mean(0)
+        return loss
+
+
+class WithCentre(nn.Linear):
+    """Has its loss in a list, as a loop has it in a variable: it is no part of the model."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.criterion = [Centred()]
+
+
+@refused("a forward of Centred leaves in centre changes what the next one", build=WithCentre)
+def a_centre_that_the_loss_keeps(model, x, y, values):
+    """Too little to show in the gradient of a sample."""
+    return model.criterion[0](model(x), y)
+
+
 @refused(OTHERS, build=with_batch_norm)
 def batch_norm(model, x, y, values):
     return cross_entropy(model, x, y)
@@ -1977,8 +2004,53 @@ def test_parameters_that_the_loop_changes_within_a_window_are_refused(batch_size
         for parameter in model.parameters():
             parameter.data.clamp_(-0.2, 0.2)
 
-    with pytest.raises(ConfigError, match="changed parameters within a window"):
+    with pytest.raises(ConfigError, match=r"weights changed within a window \(Linear\.weight"):
         Loop(plain, iteration=clamp).run(Accelerator, batch_size)
+
+
+def with_a_teacher(*, follows: Callable[[Accelerator], bool]) -> Loop:
+    """Its loss compares with a teacher that follows the model, so slowly that no gradient of a
+    sample shows it.
+    """
+
+    class Distilled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            self.teacher = [nn.Linear(6, 3).requires_grad_(False)]  # no part of the model
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        (teacher,) = model.teacher
+        logits = model(x)
+        accelerator.backward(F.cross_entropy(logits, y) + F.mse_loss(logits, teacher(x)))
+        optimizer.step()
+        if follows(accelerator):
+            for parameter, own in zip(teacher.parameters(), model.parameters(), strict=True):
+                parameter.data.lerp_(own.data, 1e-4)
+
+    return Loop(plain, lambda: seeded(Distilled()), iteration=iteration)
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_a_teacher_that_follows_in_each_iteration_is_refused(batch_size):
+    """One that follows once a window is that of the full batch."""
+    with pytest.raises(ConfigError, match="a teacher follow by a moving average"):
+        with_a_teacher(follows=lambda accelerator: True).run(Accelerator, batch_size)
+    loop = with_a_teacher(follows=lambda accelerator: accelerator.sync_gradients)
+    whole = loop.run(Accelerator, WINDOW)
+    assert (loop.run(Accelerator, batch_size) - whole).norm() < CLOSE * whole.norm()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_a_scripted_loss_is_called_as_any_other(batch_size):
+    """It has no hooks of its own."""
+    criterion = torch.jit.script(nn.CrossEntropyLoss())
+
+    def scripted(model, x, y, values):
+        return criterion(model(x), y)
+
+    whole = Loop(plain).run(Accelerator, WINDOW)
+    assert (Loop(scripted).run(Accelerator, batch_size) - whole).norm() < CLOSE * whole.norm()
 
 
 @pytest.mark.parametrize("batch_size", [8, 4, 2])
