@@ -32,6 +32,7 @@ from hf_ga.model.forward import (
     check_not_wrapped,
     fresh_gradients,
     head_loss,
+    transformers_configs,
     unwrapped,
     without_cache,
 )
@@ -102,9 +103,10 @@ class OwnLoop:
             Exception: Any other exception of this rank, such as one from the model's forward.
         """
         parameters = trainable_parameters([self.model], [])
+        configs = transformers_configs(self.model)
         for retries in itertools.count():
             try:
-                with fresh_gradients(parameters), without_cache(self.model):
+                with fresh_gradients(parameters), without_cache(configs):
                     self._compute(window)
                     gradient = self.engine.gradient
                     is_empty = not gradient.num_targets

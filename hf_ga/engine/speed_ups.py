@@ -283,7 +283,7 @@ class SpeedUps:
         """Use speed-ups in the block."""
         with ExitStack() as stack:
             for speed_up in speed_ups:
-                stack.enter_context(speed_up.scope(self._model))
+                stack.enter_context(speed_up.scope())
             for speed_up in speed_ups:
                 speed_up.before(call)
             yield

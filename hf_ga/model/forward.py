@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_ga.errors import ConfigError, NoLoss
 from hf_ga.model.precision import at_least_float32
@@ -85,18 +85,28 @@ def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     return dict  # every forward has **kwargs: nothing is dropped
 
 
+def transformers_configs(model: nn.Module) -> list[PretrainedConfig]:
+    """Return the configs of the transformers models in a model."""
+    return [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
 @contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
+def without_cache(configs: Sequence[PretrainedConfig]) -> Iterator[None]:
     """Let transformers models return no cache for generation in the block: it costs memory, it is
     no output of samples, and compiled layers compile again for it.
+
+    Args:
+        configs: Those of the models.
     """
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel) and getattr(module.config, "use_cache", False):
-                # Not `override`: some configs map this name to another attribute.
-                stack.callback(setattr, module.config, "use_cache", True)
-                module.config.use_cache = False
+    # Not `override`: some configs map this name to another attribute.
+    with_cache = [config for config in configs if getattr(config, "use_cache", False)]
+    for config in with_cache:
+        config.use_cache = False
+    try:
         yield
+    finally:
+        for config in with_cache:
+            config.use_cache = True
 
 
 def get_output(outputs: Any, name: str) -> Any:

@@ -38,7 +38,7 @@ class FusedAttention(SpeedUp):
             return "the model draws no dropout"
         return None
 
-    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
+    def scope(self) -> AbstractContextManager[None]:
         """Return a context in which this speed-up computes attention with keyed dropout, fused."""
         return override(self._dropout, attend=self._attend)
 

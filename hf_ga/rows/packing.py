@@ -165,8 +165,8 @@ class Packing(SpeedUp):
             self._dropout.mask_source = self
 
     @contextmanager
-    def scope(self, model: nn.Module) -> Iterator[None]:
-        """Let this speed-up remove the padding between the layers of a model within the block.
+    def scope(self) -> Iterator[None]:
+        """Let this speed-up remove the padding between the layers of the model within the block.
 
         Hooks the layers, and replaces transformers' attention functions.
         """

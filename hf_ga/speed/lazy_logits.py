@@ -105,7 +105,7 @@ class ChunkedLoss(SpeedUp):
         return None
 
     @contextmanager
-    def scope(self, model: nn.Module) -> Iterator[None]:
+    def scope(self) -> Iterator[None]:
         """Let the model's output layer return lazy logits within the block.
 
         Their cross entropy is computed chunk by chunk. Forgets the last scope's number of rows.

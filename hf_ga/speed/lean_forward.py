@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
-from hf_ga.model.forward import without_cache
+from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.model.forward import transformers_configs, without_cache
 from hf_ga.model.override import override
 from hf_ga.speed.speed_up import SpeedUp
 
@@ -25,14 +26,19 @@ class LeanForward(SpeedUp):
 
     name = "lean forward"
 
+    def attach(self, model: nn.Module, draws: KeyedDraws) -> str | None:
+        """Keep the configs of the transformers models in a model; it fits any model."""
+        self._configs = transformers_configs(model)
+        return None
+
     @contextmanager
-    def scope(self, model: nn.Module) -> Iterator[None]:
-        """Let this speed-up save memory and time in a model's forward within the block.
+    def scope(self) -> Iterator[None]:
+        """Let this speed-up save memory and time in the model's forward within the block.
 
         Sets `use_cache=False` in the configs of transformers models, and fuses `gelu_new` (GPT-2's
         activation).
         """
-        with without_cache(model), override(NewGELUActivation, forward=_fused_gelu):
+        with without_cache(self._configs), override(NewGELUActivation, forward=_fused_gelu):
             yield
 
 

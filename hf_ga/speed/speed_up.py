@@ -56,12 +56,9 @@ class SpeedUp:
         """
         return None
 
-    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the speed-up acts on forwards and backwards; on exit it undoes
-        everything that it changed.
-
-        Args:
-            model: The prepared model.
+    def scope(self) -> AbstractContextManager[None]:
+        """Return a context in which the speed-up acts on forwards and backwards of the model it is
+        attached to; on exit it undoes everything that it changed.
         """
         return nullcontext()
 

@@ -110,12 +110,15 @@ class Wrong(SpeedUp):
 
     name = "wrong"
 
+    def attach(self, model, draws):
+        self.model = model
+
     @contextmanager
-    def scope(self, model):
+    def scope(self):
         def change(module, args, outputs):
             outputs.register_hook(lambda gradient: gradient * 1.01)
 
-        handle = model.get_input_embeddings().register_forward_hook(change)
+        handle = self.model.get_input_embeddings().register_forward_hook(change)
         try:
             yield
         finally:

@@ -195,9 +195,9 @@ def call_of(batch, rows=None):
 
 
 @contextmanager
-def scope(packing, model):
+def scope(packing):
     """As training uses it."""
-    with packing._dropout.scope(), packing.scope(model):
+    with packing._dropout.scope(), packing.scope():
         yield
 
 
@@ -217,7 +217,7 @@ def packed_gradient(
     packing._min_padding_ratio = np.inf if padded else 1.0
     total = num_targets(model, collate(samples))
     value = 0.0
-    with scope(packing, model):
+    with scope(packing):
         for rows in split:
             batch = collate([samples[i] for i in rows])
             if count := num_targets(model, batch):
@@ -490,7 +490,7 @@ def test_nothing_is_left_behind():
     batch = pad_right(samples)
     original = AttentionInterface.get_interface
     packed_gradient(model, packing, samples, SPLITS[0])
-    with pytest.raises(RuntimeError, match="stop"), scope(packing, model):
+    with pytest.raises(RuntimeError, match="stop"), scope(packing):
         before(packing, call_of(batch))
         assert AttentionInterface.get_interface is not original
         raise RuntimeError("stop")
@@ -505,7 +505,7 @@ def test_a_path_that_depends_on_the_data_is_an_error():
     samples = samples_of("tokens")
     packing = packing_of(model, samples[0])
     with (
-        scope(packing, model),
+        scope(packing),
         pytest.raises(ConfigError, match="packed layers received hidden states of shape"),
     ):
         before(packing, call_of(pad_right(samples)))

@@ -10,7 +10,14 @@ from transformers.activations import NewGELUActivation
 from tried import later, tried
 from windows import one_window, window_gradient
 
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.speed.lean_forward import LeanForward
+
+
+def attached(model):
+    speed_up = LeanForward()
+    speed_up.attach(model, KeyedDraws())
+    return speed_up
 
 
 def value_and_gradient(activation, x):
@@ -24,7 +31,7 @@ def test_the_activation_is_the_same_function():
     """In float64, far into both tails; the other GELU, by the error function, is told from it."""
     x = torch.linspace(-30, 30, 10_001, dtype=torch.float64)
     written_out = value_and_gradient(NewGELUActivation(), x)
-    with LeanForward().scope(torch.nn.Linear(1, 1)):
+    with attached(torch.nn.Linear(1, 1)).scope():
         fused = value_and_gradient(NewGELUActivation(), x)
     for ours, theirs, other in zip(fused, written_out, value_and_gradient(F.gelu, x), strict=True):
         assert (ours - theirs).abs().max() < 1e-12
@@ -38,14 +45,14 @@ def test_no_cache_inside_and_nothing_left_behind():
     assert model.config.use_cache and model(**batch).past_key_values is not None, (
         "control: its own forward keeps one"
     )
-    with pytest.raises(KeyError), LeanForward().scope(model):
+    with pytest.raises(KeyError), attached(model).scope():
         assert model(**batch).past_key_values is None
         assert NewGELUActivation.forward is not original
         raise KeyError
     assert model.config.use_cache
     assert NewGELUActivation.forward is original
     model.config.use_cache = False
-    with LeanForward().scope(model):
+    with attached(model).scope():
         pass
     assert not model.config.use_cache
 

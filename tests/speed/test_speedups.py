@@ -80,12 +80,15 @@ class Wrong(SpeedUp):
     def __init__(self, change):
         self.change = change
 
+    def attach(self, model, draws):
+        self.model = model
+
     @contextmanager
-    def scope(self, model):
+    def scope(self):
         def change(module, args, outputs):
             outputs.register_hook(self.change)
 
-        handle = model.get_input_embeddings().register_forward_hook(change)
+        handle = self.model.get_input_embeddings().register_forward_hook(change)
         try:
             yield
         finally:

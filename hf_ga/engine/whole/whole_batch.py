@@ -34,6 +34,7 @@ from hf_ga.model.forward import (
     argument_filter,
     callable_module,
     module_modes,
+    transformers_configs,
     unwrapped,
     without_cache,
 )
@@ -152,7 +153,7 @@ class WholeBatch:
         self._slots = slots
         self._differences = []
         self._is_checked = is_rehearsed(number_of(window))
-        with without_cache(self._model):
+        with without_cache(transformers_configs(self._model)):
             self._find_out(window, request)
             status = RankStatus()
             try:
