@@ -41,6 +41,12 @@ class StateCheck:
     def __init__(self, draws: KeyedDraws) -> None:
         """Start before the first rehearsal."""
         self._draws = draws
+        self._is_repeating = False
+        self._has_warned = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the forwards of a rehearsal."""
         self._running: nn.Module | None = None  # what the loop called; others run inside of it
         self._before: dict[str, Tensor] = {}
         self._attributes: list[tuple[nn.Module, str, Any]] = []
@@ -49,8 +55,6 @@ class StateCheck:
         self._restore: Callable[[], None] = lambda: None
         self._restore_all: dict[int, Callable[[], None]] = {}  # by module
         self._mark: Any = None  # where the draws stood then
-        self._is_repeating = False
-        self._has_warned = False
 
     @contextmanager
     def watching(self, models: Sequence[nn.Module], *, with_others: bool) -> Iterator[None]:
@@ -79,9 +83,7 @@ class StateCheck:
             vars(module)[name] = value
         for restore in self._restore_all.values():
             restore()
-        self._running = None
-        self._changed = {}
-        self._restore_all = {}
+        self._forget()
 
     def _note(self, module: nn.Module, args: tuple) -> None:
         """Copy the state before a forward that the loop calls; a forward pre-hook."""

@@ -251,8 +251,7 @@ class WindowEngine:
             recording = self._recorder.recording(bare_models, with_submodules=not is_traced)
             self._window_contexts.enter_context(recording)
             if not self.backend.is_sharded:
-                watching = self._weight_check.watching(parameters, with_modules=not is_traced)
-                self._window_contexts.enter_context(watching)
+                self._weight_check.start(parameters, with_modules=not is_traced)
         # What is compiled for rows is not compiled for padded samples, too.
         if is_rehearsed and self.speed_ups.may_run_rows(models):
             self._window_contexts.enter_context(force_eager())
@@ -412,6 +411,7 @@ class WindowEngine:
         """Give up the current window, or end it after `finish`."""
         self.slot = None
         self._router = None
+        self._weight_check.stop()
         contexts = self._window_contexts
         self._window_contexts = ExitStack()
         contexts.close()
@@ -453,6 +453,7 @@ class WindowEngine:
             stack.enter_context(without_cudnn_attention())
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))
+            stack.enter_context(self._weight_check.seeing_modules())
             if self._router is not None:
                 stack.enter_context(self._router.patched_in(slot))
             yield

@@ -158,7 +158,7 @@ class Windows:
         model.zero_grad()
         total = h.num_targets(model, self.collate(self.samples))
         value = 0.0
-        with self.draws.scope(), self.packing.scope(model):
+        with self.draws.scope(), self.packing.scope():
             for rows in map(np.array, split):
                 batch = self.collate([self.samples[row] for row in rows])
                 count = h.num_targets(model, batch)

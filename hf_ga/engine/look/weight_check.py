@@ -5,7 +5,8 @@ average would do in each one what it does once there.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,36 +26,37 @@ class WeightCheck:
 
     def __init__(self) -> None:
         """Start switched off."""
-        self._is_on = False
-        self._forget()
+        self.stop()
 
-    def _forget(self) -> None:
+    def stop(self) -> None:
         """Forget the weights of a window."""
-        self._called: dict[int, nn.Module] = {}  # modules, by identity: they may define equality
+        self._is_on = False
+        self._sees_modules = False
+        self._called: dict[int, ref[nn.Module]] = {}  # by identity: they may define equality
         self._other_weights: Sequence[nn.Parameter] = ()
         self._noted: dict[int, tuple[str, Tensor, Tensor]] = {}  # (name, weight, norm)
 
-    @contextmanager
-    def watching(self, parameters: Sequence[nn.Parameter], *, with_modules: bool) -> Iterator[None]:
-        """Watch a window in the block.
+    def start(self, parameters: Sequence[nn.Parameter], *, with_modules: bool) -> None:
+        """Watch a window, until `stop`.
 
         Args:
             parameters: Those that are trained, which a loop may use without a module.
             with_modules: Whether the modules are watched that are called.
         """
         self._is_on = True
+        self._sees_modules = with_modules
         self._other_weights = parameters
-        try:
-            with before_all_forwards(self._note_module) if with_modules else nullcontext():
-                yield
-        finally:
-            self._is_on = False
-            self._forget()
+
+    def seeing_modules(self) -> AbstractContextManager[None]:
+        """Return a context, around a micro-batch, in which called modules are noted."""
+        if not self._sees_modules:
+            return nullcontext()
+        return before_all_forwards(self._note_module)
 
     def _note_module(self, module: nn.Module, args: tuple) -> None:
         """Note a module that is called; a forward pre-hook of all modules."""
         if not torch.compiler.is_compiling():
-            self._called[id(module)] = module
+            self._called[id(module)] = ref(module)
 
     def note(self) -> None:
         """After a backward, note the norms of weights that are new in this window."""
@@ -68,7 +70,7 @@ class WeightCheck:
         """Yield the weights of the called modules, and those beside them; not of embeddings that
         renormalise what they look up.
         """
-        called = list(self._called.values())
+        called = [module for known in self._called.values() if (module := known()) is not None]
         embeddings = [m for m in called if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
         renormalised = {id(m.weight) for m in embeddings if m.max_norm is not None}
         named = [
