@@ -248,6 +248,7 @@ class TrainingLoop:
     ) -> None:
         """Begin a window in the engine; see `WindowEngine.begin_window`."""
         models = self.training_models()
+        self.engine.watches_weights = len(self._slots) > 1 or self.num_parts_by_hand > 1
         is_single = len(self._slots) == 1 and self.accelerator.num_processes == 1
         self.engine.begin_window(
             models,
@@ -268,7 +269,8 @@ class TrainingLoop:
         if self._can_look() and self.engine.looks.is_due:
             positions = self.engine.looks.positions
             return slots_with_look(window, num_processes=num_processes, positions=positions)
-        is_due = self._can_look() and self.engine.is_rehearsal_due(self.num_windows)
+        models = self.training_models()
+        is_due = self._can_look() and self.engine.is_rehearsal_due(self.num_windows, models)
         slots = plan_slots(
             window,
             num_processes=num_processes,
@@ -279,7 +281,7 @@ class TrainingLoop:
             self._has_warned_of_iterations = True
             logger.warning(
                 "hf_ga: this window has one micro-batch on each process, so its rehearsal is one "
-                "iteration more, as in any such window of the first three and of one in a hundred: "
+                "iteration more, as in any such window of the first ones and of one in a hundred: "
                 "count updates (accelerator.sync_gradients), not iterations."
             )
         return slots
@@ -545,6 +547,7 @@ class TrainingLoop:
             return
         if not self._is_planned:
             self._by_hand.check_step()
+            engine.check_weights()
         elif not self.is_complete:
             raise early_step()
 

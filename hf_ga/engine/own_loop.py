@@ -160,7 +160,7 @@ class OwnLoop:
             with self.engine.backend.failing_on_all_ranks():
                 window = window.padded_to_window()
         # Where samples are rehearsed, padding is computed.
-        is_due = self.engine.is_rehearsal_due(number_of(window))
+        is_due = self.engine.is_rehearsal_due(number_of(window), [self.model])
         computed = Computed.PADDED if is_due else window.state.computed
         if not window.is_planned_for(computed):
             with self.engine.backend.failing_on_all_ranks():
@@ -200,7 +200,7 @@ class OwnLoop:
         looks = looks and engine.can_rehearse()
         number = number_of(window)
         engine.looks.is_due |= looks and not is_rehearsed(number) and not engine.has_rehearsed
-        if looks and engine.is_rehearsal_due(number):
+        if looks and engine.is_rehearsal_due(number, [self.model]):
             with engine.backend.failing_on_all_ranks():
                 rehearsal = extra_rehearsal(
                     window,

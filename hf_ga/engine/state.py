@@ -8,6 +8,7 @@ loss that keeps a moving average, a part of a model, a teacher.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hf_ga.model.forward import (
     snapshot_state,
 )
 from hf_ga.model.outputs import named_tensors
+from hf_ga.model.override import restored
 
 logger = get_logger(__name__)
 
@@ -31,30 +33,66 @@ TOLERANCE = 1e-2  # relative, of the same forward run twice where that is not de
 NUM_NAMES = 6  # of buffers and attributes in a message
 
 
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer before a forward.
+
+    Attributes:
+        module: The module that has it.
+        name: Its name there.
+        path: Its name in the module that the loop calls.
+        tensor: The buffer.
+        value: A copy.
+    """
+
+    module: nn.Module
+    name: str
+    path: str
+    tensor: Tensor
+    value: Tensor
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the module has another value now, or none."""
+        now = self.module._buffers.get(self.name)
+        if now is None or now.shape != self.value.shape:
+            return True
+        return not torch.equal(now.nan_to_num(), self.value.nan_to_num())
+
+
 class StateCheck:
     """Repeats forwards of a rehearsal that changed what their module holds.
 
     Args:
         draws: The random draws of the loop.
+
+    Attributes:
+        kept: Buffers on which the loss may depend, and that no forward of the last rehearsal
+            changed: (mapping, name in it, path).
     """
 
     def __init__(self, draws: KeyedDraws) -> None:
         """Start before the first rehearsal."""
         self._draws = draws
+        self.kept: list[tuple[dict, str, str]] = []
         self._is_repeating = False
         self._has_warned = False
         self._forget()
 
     def _forget(self) -> None:
         """Forget the forwards of a rehearsal."""
+        self._models: Sequence[nn.Module] = ()
         self._running: nn.Module | None = None  # what the loop called; others run inside of it
-        self._before: dict[str, Tensor] = {}
         self._attributes: list[tuple[nn.Module, str, Any]] = []
-        # What forwards changed: (module, attribute) -> its value before the first of them.
-        self._changed: dict[tuple[nn.Module, str], Any] = {}
+        self._buffers: list[Buffer] = []
         self._restore: Callable[[], None] = lambda: None
-        self._restore_all: dict[int, Callable[[], None]] = {}  # by module
-        self._mark: Any = None  # where the draws stood then
+        self._mark: Any = None  # where the draws stood before the forward
+        # By module and name, as before the first forward: all buffers, those that forwards changed,
+        # and such attributes.
+        self._first_buffers: dict[tuple[nn.Module, str], Buffer] = {}
+        self._changed_buffers: dict[tuple[nn.Module, str], Buffer] = {}
+        self._watched: set[tuple[nn.Module, str]] = set()  # buffers on which the loss may depend
+        self._changed_attributes: dict[tuple[nn.Module, str], Any] = {}
 
     @contextmanager
     def watching(self, models: Sequence[nn.Module], *, with_others: bool) -> Iterator[None]:
@@ -69,6 +107,7 @@ class StateCheck:
         Raises:
             LossNotAdditive: In the block, if what a forward left in buffers changes the next one.
         """
+        self._models = models
         with ExitStack() as stack:
             if with_others:
                 stack.enter_context(before_all_forwards(self._note))
@@ -79,10 +118,17 @@ class StateCheck:
 
     def _undo(self) -> None:
         """Restore what forwards changed."""
-        for (module, name), value in self._changed.items():
+        for (module, name), value in self._changed_attributes.items():
             vars(module)[name] = value
-        for restore in self._restore_all.values():
-            restore()
+        with torch.no_grad():
+            for (module, name), buffer in self._changed_buffers.items():
+                module._buffers[name] = buffer.tensor
+                buffer.tensor.copy_(buffer.value)
+        self.kept = [
+            (module._buffers, name, buffer.path)
+            for (module, name), buffer in self._first_buffers.items()
+            if (module, name) in self._watched - self._changed_buffers.keys()
+        ]
         self._forget()
 
     def _note(self, module: nn.Module, args: tuple) -> None:
@@ -93,10 +139,16 @@ class StateCheck:
         if isinstance(module, (*WRAPPERS, torch.jit.ScriptModule)):  # a script has no such hooks
             return
         self._running = module
-        self._before = {name: buffer.clone() for name, buffer in _states(module)}
+        self._buffers = [
+            Buffer(inner, name, f"{prefix}.{name}".lstrip("."), tensor, tensor.clone())
+            for prefix, inner in module.named_modules()
+            for name, tensor in inner._buffers.items()
+            if tensor is not None
+        ]
+        for buffer in self._buffers:
+            self._first_buffers.setdefault((buffer.module, buffer.name), buffer)
         self._attributes = plain_attributes(module)
         self._restore = snapshot_state(module)
-        self._restore_all.setdefault(id(module), snapshot_state(module, with_attributes=False))
         self._mark = self._draws.mark()
 
         def end(module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
@@ -112,57 +164,79 @@ class StateCheck:
 
         handle = module.register_forward_hook(end, with_kwargs=True, always_call=True)
 
-    def _check(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
+    def _check(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
         """Repeat a forward that changed buffers or attributes."""
-        after = dict(_states(model))
-        before = self._before
-        changed = [n for n, b in after.items() if n in before and not torch.equal(b, before[n])]
+        is_model = module in self._models
+        if is_model or _matters(module, outputs):
+            self._watched |= {(buffer.module, buffer.name) for buffer in self._buffers}
+        buffers = [buffer for buffer in self._buffers if buffer.is_changed]
+        for buffer in buffers:
+            key = (buffer.module, buffer.name)
+            self._changed_buffers.setdefault(key, self._first_buffers[key])
         attributes = []
-        for module, name, value in self._attributes:
-            if vars(module).get(name) is not value:
-                attributes.append(f"{type(module).__name__}.{name}")
-                self._changed.setdefault((module, name), value)
-        if not changed and not attributes:
+        for inner, name, value in self._attributes:
+            if vars(inner).get(name) is not value:
+                attributes.append(f"{type(inner).__name__}.{name}")
+                self._changed_attributes.setdefault((inner, name), value)
+        # Hooks may collect what the loop uses.
+        has_hooks = any(inner._forward_hooks for inner in module.modules())
+        can_repeat = is_model or (_matters(module, outputs) and not has_hooks)
+        if not can_repeat or not (buffers or attributes):
             return
-        names = ", ".join(changed[:NUM_NAMES])
-        if self._depends_on_state(model, args, kwargs, outputs):
-            all_names = ", ".join([*changed, *attributes][:NUM_NAMES])
+        # Counts of forwards say nothing by themselves.
+        values = [buffer.path for buffer in buffers if buffer.value.is_floating_point()]
+        if self._depends_on_state(module, args, kwargs, outputs):
+            paths = [*values, *attributes] or [buffer.path for buffer in buffers]
             raise LossNotAdditive(
-                f"what a forward of {type(model).__name__} leaves in {all_names} changes what the "
-                "next one returns, and a window has as many forwards as micro-batches, so its "
-                "gradient depends on their number. Put the modules that hold them into evaluation "
-                "mode (eval()), or change them once a window, after optimizer.step()."
+                f"what a forward of {type(module).__name__} leaves in "
+                f"{', '.join(paths[:NUM_NAMES])} changes what the next one returns, and a window "
+                "has as many forwards as micro-batches, so its gradient depends on their number. "
+                "Put the modules that hold them into evaluation mode (eval()), or change them once "
+                "a window, after optimizer.step()."
             )
-        if changed and not self._has_warned:
+        if values and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"hf_ga: training forwards change the buffers {names}. The update does not depend "
-                "on them, but their values depend on the number of micro-batches: check that "
-                "before you use them, in evaluation mode for example."
+                f"hf_ga: training forwards change the buffers {', '.join(values[:NUM_NAMES])}. The "
+                "update does not depend on them, but their values depend on the number of "
+                "micro-batches: check that before you use them, in evaluation mode for example."
             )
 
     def _depends_on_state(
-        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any
     ) -> bool:
         """Whether a forward returns something else than before, with the buffers that it left."""
 
         def difference() -> float:
             """Run the forward again, and return the largest relative change of its outputs."""
-            with self._draws.replayed(self._mark), torch.no_grad(), extra_forwards(model):
-                return _largest_change(outputs, model(*args, **kwargs))
+            with ExitStack() as stack:
+                for inner in module.modules():  # what a loop reads there has a graph
+                    stack.enter_context(restored(vars(inner)))
+                stack.enter_context(self._draws.replayed(self._mark))
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(extra_forwards(module))
+                return _largest_change(outputs, module(*args, **kwargs))
 
         self._is_repeating = True
         try:
             with_new_state = difference()
             if not with_new_state:
                 return False
-            with extra_forwards(model):
+            with extra_forwards(module):
                 self._restore()
                 # Where operations are not deterministic, not even this is 0.
                 with_same_state = difference()
             return with_same_state == 0 or with_new_state > TOLERANCE
         finally:
             self._is_repeating = False
+
+
+def _matters(module: nn.Module, outputs: Any) -> bool:
+    """Whether the loss may depend on a module beside the models: it has weights or a gradient, as
+    metrics do not.
+    """
+    has_gradient = any(tensor.requires_grad for tensor in named_tensors(outputs).values())
+    return has_gradient or next(module.parameters(), None) is not None
 
 
 def _largest_change(outputs: Any, repeated: Any) -> float:
@@ -177,8 +251,3 @@ def _largest_change(outputs: Any, repeated: Any) -> float:
         change = torch.where(first == other, 0.0, first - other.float()).norm()
         changes.append(float(change / first[first.isfinite()].norm().clamp(min=1e-12)))
     return max(changes)
-
-
-def _states(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the names and values of the buffers that hold more than counts of forwards."""
-    return [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]

@@ -47,6 +47,7 @@ from hf_ga.model.forward import (
     extra_forwards,
     force_eager,
     is_compiled,
+    module_modes,
     snapshot_state,
     unwrapped,
 )
@@ -82,6 +83,8 @@ class WindowEngine:
         splits_where_memory_runs_out: Whether the loop computes such a window again, in smaller
             micro-batches.
         trusts_num_targets: Whether the numbers of targets in `add` were checked before.
+        watches_weights: Whether the loop may change weights in each window, and not only in those
+            that are rehearsed.
         unused: Names of parameters that got no gradient in a trial of the loss.
     """
 
@@ -101,6 +104,7 @@ class WindowEngine:
         self.looks = Looks()
         self.splits_where_memory_runs_out = False
         self.trusts_num_targets = False
+        self.watches_weights = False
         self.unused: frozenset[str] = frozenset()
         self._models: list[nn.Module] = []
         self._all_models: list[nn.Module] = []
@@ -114,6 +118,7 @@ class WindowEngine:
         self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
         self._goes_on = False
         self._state: LoaderState | None = None
+        self._modes: tuple[tuple[bool, ...], ...] | None = None  # of modules, at the last rehearsal
         self._tries_padding = False
         self._unpadded_difference = 0.0  # of a window before it was padded on trial
         self._random_states: dict[str, bytes] = {}
@@ -155,14 +160,19 @@ class WindowEngine:
             )
         return False
 
-    def is_rehearsal_due(self, number: int) -> bool:
-        """Whether the window that begins is rehearsed: the first ones, one of a hundred, and one
-        whose loss has a form that no rehearsed one had.
+    def is_rehearsal_due(self, number: int, models: Sequence[nn.Module] | None = None) -> bool:
+        """Whether the window that begins is rehearsed: the first ones, one of a hundred, one whose
+        loss has a form that no rehearsed one had, and one in which other modules are in training
+        mode than in the last rehearsal.
 
         Args:
             number: The number of the window in the run, counted from 0.
+            models: The models that are trained. None: those of Trainer, which sets their modes
+                later.
         """
-        return is_rehearsed(number) or self.looks.is_due
+        if is_rehearsed(number) or self.looks.is_due:
+            return True
+        return models is not None and self._modes not in (None, _modes_of(models))
 
     def begin_window(
         self,
@@ -201,7 +211,9 @@ class WindowEngine:
         Raises:
             ConfigError: If the models cannot be trained exactly.
         """
-        self.leave_window()
+        self._close_window()
+        if not goes_on:
+            self._weight_check.stop()
         self._models = list(models)
         self._all_models = [*models, *frozen]
         if not goes_on:
@@ -251,7 +263,9 @@ class WindowEngine:
             recording = self._recorder.recording(bare_models, with_submodules=not is_traced)
             self._window_contexts.enter_context(recording)
             if not self.backend.is_sharded:
-                self._weight_check.start(parameters, with_modules=not is_traced)
+                self._weight_check.start(parameters, sees_modules=not is_traced)
+        elif self.watches_weights and not goes_on and not self.backend.is_sharded:
+            self._weight_check.start(parameters, sees_modules=False)
         # What is compiled for rows is not compiled for padded samples, too.
         if is_rehearsed and self.speed_ups.may_run_rows(models):
             self._window_contexts.enter_context(force_eager())
@@ -409,9 +423,13 @@ class WindowEngine:
 
     def leave_window(self) -> None:
         """Give up the current window, or end it after `finish`."""
+        self._close_window()
+        self._weight_check.stop()
+
+    def _close_window(self) -> None:
+        """Undo what the current window replaced."""
         self.slot = None
         self._router = None
-        self._weight_check.stop()
         contexts = self._window_contexts
         self._window_contexts = ExitStack()
         contexts.close()
@@ -449,6 +467,7 @@ class WindowEngine:
                 bare_models = [unwrapped(model) for model in self._models]
                 is_traced = any(is_compiled(model) for model in bare_models)
                 watching = self._state_check.watching(bare_models, with_others=not is_traced)
+                stack.callback(lambda: self._weight_check.note_buffers(self._state_check.kept))
                 stack.enter_context(watching)
             stack.enter_context(without_cudnn_attention())
             stack.enter_context(self.draws.scope())
@@ -694,7 +713,7 @@ class WindowEngine:
             if can_try and not is_small and not rehearsal.is_low_precision:
                 self._try_padding()
             return
-        self._weight_check.check()  # names what changes, if that is the cause
+        self.check_weights()  # names what changes, if that is the cause
         # A loop by hand cannot be given the window again, which helps if widths differ.
         can_help = not self._goes_on or has_other_width
         if can_help and not is_padded:
@@ -773,6 +792,14 @@ class WindowEngine:
 
     # The window's end
 
+    def check_weights(self) -> None:
+        """Check, before the optimizer steps, that no weight changed since the first backward.
+
+        Raises:
+            ConfigError: If one did.
+        """
+        self._weight_check.check()
+
     def finish(self, *, can_repeat: bool, keeps_sums: bool) -> bool:
         """Finish the window: see `WindowGradient.finish`. Restores the models' buffers if it must
         be computed again.
@@ -792,7 +819,7 @@ class WindowEngine:
                 "whether a sample's loss depends on the other samples of its micro-batch."
             )
         try:
-            self._weight_check.check()
+            self.check_weights()
             if self._router is not None:
                 self._router.check_window()
         except HfGaError as error:  # of this rank: all ranks finish
@@ -813,7 +840,9 @@ class WindowEngine:
         self.looks.follow(gradient)
         if state is not None:
             state.is_width_tried |= gradient.has_compared_widths
-        self.has_rehearsed |= is_done and self._is_rehearsed
+        if is_done and self._is_rehearsed:
+            self.has_rehearsed = True
+            self._modes = _modes_of(self._models)
         if is_done and self._is_full_batch:
             self._warn_of_doubtful_draws()
         if is_done:
@@ -854,6 +883,11 @@ class WindowEngine:
         """Set `.grad` to the gradient of the mean so far, for a loop that accumulates by hand."""
         mean = self.gradient.mean_so_far(is_padded=self._request.pad_to_window)
         self.gradient.show(mean, times=times)
+
+
+def _modes_of(models: Sequence[nn.Module]) -> tuple[tuple[bool, ...], ...]:
+    """Return which modules of some models are in training mode."""
+    return tuple(module_modes(model) for model in models)
 
 
 def data_terms(readings: Sequence[Reading]) -> set[TermKey]:

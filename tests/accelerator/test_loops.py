@@ -2033,11 +2033,96 @@ def with_a_teacher(*, follows: Callable[[Accelerator], bool]) -> Loop:
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_a_teacher_that_follows_in_each_iteration_is_refused(batch_size):
     """One that follows once a window is that of the full batch."""
-    with pytest.raises(ConfigError, match="a teacher follow by a moving average"):
+    with pytest.raises(ConfigError, match="a teacher or a centre follow by a moving average"):
         with_a_teacher(follows=lambda accelerator: True).run(Accelerator, batch_size)
     loop = with_a_teacher(follows=lambda accelerator: accelerator.sync_gradients)
     whole = loop.run(Accelerator, WINDOW)
     assert (loop.run(Accelerator, batch_size) - whole).norm() < CLOSE * whole.norm()
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_weights_that_the_loop_changes_after_the_first_windows_are_refused(batch_size):
+    """A loop's warm-up may end at any window."""
+    num_updates = []
+
+    def decay(accelerator, model, optimizer, *batch):
+        accelerator.backward(plain(model, *batch))
+        num_updates.append(accelerator.sync_gradients)
+        if sum(num_updates) >= 4:
+            model[0].weight.data.mul_(1 - 1e-4)
+
+    columns = tuple(column.repeat(4, *[1] * (column.dim() - 1)) for column in (X, Y, VALUES))
+    with pytest.raises(ConfigError, match="weights changed within a window"):
+        Loop(plain, iteration=decay, columns=columns).run(Accelerator, batch_size)
+    assert sum(num_updates) in (4, 5)
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_batch_norm_that_trains_after_the_first_windows_is_refused(batch_size):
+    num_updates = []
+
+    def unfreeze(accelerator, model, optimizer, *batch):
+        model[1].train(sum(num_updates) >= 4)
+        accelerator.backward(plain(model, *batch))
+        num_updates.append(accelerator.sync_gradients)
+
+    columns = tuple(column.repeat(4, *[1] * (column.dim() - 1)) for column in (X, Y, VALUES))
+    loop = Loop(plain, with_batch_norm, iteration=unfreeze, columns=columns)
+    with pytest.raises(LossNotAdditive, match=r"its loss depends on the other samples"):
+        loop.run(Accelerator, batch_size)
+    assert sum(num_updates) in (4, 5, 6)
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_what_forwards_leave_for_the_loop_is_no_state(batch_size):
+    """A part of the loss in an attribute, features that a hook collects, a metric of all samples."""
+
+    class WithPenalty(nn.Linear):
+        penalty = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = super().forward(x)
+            self.penalty = logits.square().mean()
+            return logits
+
+    class Features(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(6, 4).requires_grad_(False))
+            self.found: list[Tensor] = []
+            self.last_width = 0
+            self[0].register_forward_hook(lambda module, args, out: self.found.append(out))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.found.clear()
+            self.last_width = len(x)
+            return super().forward(x)
+
+    class MeanLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(()))
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, loss: Tensor) -> Tensor:
+            self.total += loss
+            self.count += 1
+            return self.total / self.count
+
+    def build() -> nn.Module:
+        model = seeded(WithPenalty(6, 3))
+        model.helpers = [seeded(Features()), MeanLoss()]
+        return model
+
+    def body(model, x, y, values):
+        features, metric = model.helpers
+        features(x)
+        weights = features.found[0].square().sum(1)
+        loss = (weights * F.cross_entropy(model(x), y, reduction="none")).mean() + model.penalty
+        metric(loss.detach())
+        return loss
+
+    whole = Loop(body, build).run(Accelerator, WINDOW)
+    assert (Loop(body, build).run(Accelerator, batch_size) - whole).norm() < CLOSE * whole.norm()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -8,19 +8,21 @@ import numpy as np
 from hf_ga.loading.window import Window
 
 NUM_FIRST_WINDOWS = 3  # are rehearsed
+EARLY_WINDOWS = (8, 16, 32, 64)  # too: what a loop begins after a warm-up
 INTERVAL = 100  # one window in this many is rehearsed afterwards
 
 
 def is_rehearsed(window_index: int) -> bool:
     """Whether the n-th window of a run, counted from 0, is rehearsed."""
-    return window_index < NUM_FIRST_WINDOWS or window_index % INTERVAL == 0
+    is_early = window_index < NUM_FIRST_WINDOWS or window_index in EARLY_WINDOWS
+    return is_early or window_index % INTERVAL == 0
 
 
 def number_of(window: Window) -> int:
     """Return the number of a window that decides whether it is rehearsed: its own, so that a run
     that is resumed rehearses the same windows.
     """
-    return window.index if window.epoch == 0 else max(window.index, NUM_FIRST_WINDOWS)
+    return window.index if window.epoch == 0 else max(window.index, EARLY_WINDOWS[-1] + 1)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,11 @@ The full batch has one iteration: a clamp, a decay, or a teacher that follows th
 average would do in each one what it does once there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import torch
@@ -13,10 +16,37 @@ from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError
 from hf_ga.model.forward import before_all_forwards
-from hf_ga.model.precision import at_least_float32
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # that have norms
 NUM_NAMES = 4  # of weights in a message
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight or a buffer that must stay as it is within a window.
+
+    Attributes:
+        holder: The mapping that holds it.
+        key: Its key there.
+        name: Its name in messages.
+    """
+
+    holder: Mapping[Any, Tensor | None]
+    key: Any
+    name: str
+
+    @property
+    def place(self) -> tuple[int, Any]:
+        """What identifies it."""
+        return id(self.holder), self.key
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Its value now; None if it has no norm."""
+        tensor = self.holder.get(self.key)
+        if tensor is None or tensor.dtype not in DTYPES or tensor.is_meta:
+            return None
+        return tensor.detach()
 
 
 class WeightCheck:
@@ -25,65 +55,66 @@ class WeightCheck:
     """
 
     def __init__(self) -> None:
-        """Start switched off."""
+        """Start switched off, with no module known."""
+        self._called: dict[int, ref[nn.Module]] = {}  # by identity: they may define equality
         self.stop()
 
     def stop(self) -> None:
-        """Forget the weights of a window."""
+        """End a window."""
         self._is_on = False
         self._sees_modules = False
-        self._called: dict[int, ref[nn.Module]] = {}  # by identity: they may define equality
-        self._other_weights: Sequence[nn.Parameter] = ()
-        self._noted: dict[int, tuple[str, Tensor, Tensor]] = {}  # (name, weight, norm)
+        self._parameters: Mapping[int, nn.Parameter] = {}
+        self._buffers: Sequence[Weight] = ()
+        self._before: dict[tuple[int, Any], tuple[Weight, Tensor]] = {}  # weights and their norms
 
-    def start(self, parameters: Sequence[nn.Parameter], *, with_modules: bool) -> None:
-        """Watch a window, until `stop`.
+    def start(self, parameters: Sequence[nn.Parameter], *, sees_modules: bool) -> None:
+        """Watch a window, until `stop`: the modules that were called so far.
 
         Args:
             parameters: Those that are trained, which a loop may use without a module.
-            with_modules: Whether the modules are watched that are called.
+            sees_modules: Whether other modules are called in it, which are then watched, too.
         """
         self._is_on = True
-        self._sees_modules = with_modules
-        self._other_weights = parameters
+        self._sees_modules = sees_modules
+        self._parameters = dict(enumerate(parameters))
 
     def seeing_modules(self) -> AbstractContextManager[None]:
         """Return a context, around a micro-batch, in which called modules are noted."""
-        if not self._sees_modules:
-            return nullcontext()
-        return before_all_forwards(self._note_module)
+        return before_all_forwards(self._note_module) if self._sees_modules else nullcontext()
 
     def _note_module(self, module: nn.Module, args: tuple) -> None:
         """Note a module that is called; a forward pre-hook of all modules."""
         if not torch.compiler.is_compiling():
             self._called[id(module)] = ref(module)
 
+    def note_buffers(self, buffers: Sequence[tuple[Mapping, str, str]]) -> None:
+        """Note buffers that forwards do not change, as (mapping, name in it, name in messages)."""
+        self._buffers = [Weight(*buffer) for buffer in buffers]
+
     def note(self) -> None:
         """After a backward, note the norms of weights that are new in this window."""
         if not self._is_on:
             return
-        for name, weight in self._weights():
-            if id(weight) not in self._noted:
-                self._noted[id(weight)] = (name, weight, _norm(weight))
+        new = [w for w in self._weights() if w.place not in self._before and w.tensor is not None]
+        for weight, norm in zip(new, _norms([w.tensor for w in new]), strict=True):
+            self._before[weight.place] = (weight, norm)
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self) -> Iterator[Weight]:
         """Yield the weights of the called modules, and those beside them; not of embeddings that
         renormalise what they look up.
         """
         called = [module for known in self._called.values() if (module := known()) is not None]
         embeddings = [m for m in called if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
         renormalised = {id(m.weight) for m in embeddings if m.max_norm is not None}
-        named = [
-            (f"{type(module).__name__}.{name}", weight)
-            for module in called
-            for name, weight in module._parameters.items()
-            if weight is not None
-        ]
-        named += [(f"a parameter of shape {list(w.shape)}", w) for w in self._other_weights]
-        for name, weight in named:
-            has_norm = weight.dtype in DTYPES and not weight.is_meta
-            if has_norm and id(weight) not in renormalised:
-                yield name, weight
+        for module in called:
+            for key, weight in module._parameters.items():
+                if id(weight) not in renormalised:
+                    yield Weight(module._parameters, key, f"{type(module).__name__}.{key}")
+        of_modules = {id(weight) for m in called for weight in m._parameters.values()}
+        for key, weight in self._parameters.items():
+            if id(weight) not in of_modules:
+                yield Weight(self._parameters, key, f"a parameter of shape {list(weight.shape)}")
+        yield from self._buffers
 
     def check(self) -> None:
         """Check that the window's weights are those of before.
@@ -91,22 +122,37 @@ class WeightCheck:
         Raises:
             ConfigError: If one is not.
         """
-        changed = [
-            name
-            for name, weight, norm in self._noted.values()
-            if not torch.allclose(_norm(weight), norm, rtol=0, atol=0, equal_nan=True)
-        ]
-        if not changed:
+        known = [(w, norm) for w, norm in self._before.values() if w.tensor is not None]
+        now = _norms([weight.tensor for weight, _ in known])
+        before = [norm for _, norm in known]
+        if _are_equal(before, now):
             return
+        pairs = zip(known, now, strict=True)
+        changed = [weight.name for (weight, norm), new in pairs if not _are_equal([norm], [new])]
         names = ", ".join(dict.fromkeys(changed[:NUM_NAMES]))
         raise ConfigError(
             f"weights changed within a window ({names}): the loop clamps, decays or copies them, "
-            "or lets a teacher follow by a moving average, in each iteration, so the window's "
-            "micro-batches used different ones. Do it after optimizer.step(), below "
+            "or lets a teacher or a centre follow by a moving average, in each iteration, so the "
+            "window's micro-batches used different ones. Do it after optimizer.step(), below "
             "`if accelerator.sync_gradients:`."
         )
 
 
-def _norm(weight: Tensor) -> Tensor:
-    """Return the norm of a weight, of at least float32, on its device."""
-    return torch.linalg.vector_norm(at_least_float32(weight.detach()))
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of each tensor, in its own precision, on its device."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        groups[tensor.device, tensor.dtype].append(index)
+    norms: dict[int, Tensor] = {}
+    for indices in groups.values():
+        norms |= zip(indices, torch._foreach_norm([tensors[i] for i in indices]), strict=True)
+    return [norms[index] for index in range(len(tensors))]
+
+
+def _are_equal(norms: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether norms are those of others, NaN for NaN; one wait for each device."""
+    groups: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for norm, other in zip(norms, others, strict=True):
+        groups[norm.device].append(torch.stack([norm.float(), other.to(norm.device).float()]))
+    stacked = [torch.stack(pairs).unbind(1) for pairs in groups.values()]
+    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in stacked)
