@@ -107,6 +107,7 @@ class TrainingLoop:
             self.engine.trusts_num_targets = True
         self._by_hand = ByHand()
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
+        self._frozen: list[nn.Parameter] = []  # when the window began
         self._window: Window | None = None
         self._leader: Any = None  # the loader whose windows are computed
         self._has_followers = False  # whether the loop takes batches of another one beside it
@@ -249,6 +250,8 @@ class TrainingLoop:
         """Begin a window in the engine; see `WindowEngine.begin_window`."""
         models = self.training_models()
         self.engine.watches_weights = len(self._slots) > 1 or self.num_parts_by_hand > 1
+        prepared = self._prepared_models.values()
+        self._frozen = [p for m in prepared for p in m.parameters() if not p.requires_grad]
         is_single = len(self._slots) == 1 and self.accelerator.num_processes == 1
         self.engine.begin_window(
             models,
@@ -480,8 +483,7 @@ class TrainingLoop:
             raise backward_after_step()
         if self._is_zeroed:
             raise backward_after_zero_grad()
-        is_sharded = gradient.backend.is_sharded  # FSDP2 swaps parameters
-        if self.num_windows < NUM_FIRST_WINDOWS and not is_sharded:
+        if not gradient.backend.is_sharded:  # FSDP2 swaps parameters
             self._check_no_late_parameters()
         if not self.is_complete and not gradient.backend.is_sharded:  # FSDP1 keeps its sums there
             check_no_foreign_gradients(gradient.parameters, gradient.earlier)
@@ -514,9 +516,11 @@ class TrainingLoop:
         """Check that no parameter needs a gradient now that did not when the window began: it would
         not be summed.
         """
-        known = set(self.engine.gradient.parameters)
-        now = trainable_parameters(self.training_models(), self.accelerator._optimizers)
-        if not known.issuperset(now):
+        is_late = any(parameter.requires_grad for parameter in self._frozen)
+        if self.num_windows < NUM_FIRST_WINDOWS:  # there may be new parameters, too
+            now = trainable_parameters(self.training_models(), self.accelerator._optimizers)
+            is_late = is_late or not set(self.engine.gradient.parameters).issuperset(now)
+        if is_late:
             raise late_parameters()
 
     def before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:

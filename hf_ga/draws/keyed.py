@@ -29,6 +29,10 @@ from hf_ga.draws.sample_dims import SampleDims
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.model.override import replaced
 
+REMEDY_OF_OTHERS = (
+    "Draw in every micro-batch, and use the numbers for some samples only (torch.where, or a "
+    "product with a mask)."
+)
 REMEDY_IN_BACKWARD = (
     "Use checkpoint(..., preserve_rng_state=True), and do not draw noise in hooks of a backward; "
     "or use Accelerator(allow_split_dependent_randomness=True)."
@@ -60,7 +64,11 @@ class MicroBatch:
     @property
     def place(self) -> tuple[int, int]:
         """What identifies the next draw in every micro-batch."""
-        return self.num_seedings, self.num_draws
+        return self.place_of(self.num_draws)
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Return what identifies a draw in every micro-batch."""
+        return self.num_seedings, number
 
     def keys_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the keys of the samples and of the window on a device."""
@@ -134,6 +142,8 @@ class KeyedDraws:
         self._is_after_backward = False
         self._micro_batch: MicroBatch | None = None
         self._sample_dims = SampleDims()
+        # Function and number of dims of each draw of the window, by its place.
+        self._kinds: dict[tuple[int, int], tuple[str, int]] = {}
         self._num_scopes = 0
         self._num_suspensions = 0
         self._thread = threading.get_ident()
@@ -169,6 +179,10 @@ class KeyedDraws:
         """Know what the draws of another process know, of the same model."""
         self.sites = dict(known.sites)
         self._sample_dims = deepcopy(known.sample_dims)
+
+    def begin_window(self) -> None:
+        """Begin a window, whose micro-batches all make the same draws."""
+        self._kinds = {}
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
@@ -290,11 +304,19 @@ class KeyedDraws:
             raise NotKeyed(function, shape, reason, REMEDY_IN_BACKWARD)
         if is_in_vmap():
             raise NotKeyed(function, shape, "it is drawn in a function that torch.vmap transforms")
+        kind = (function, len(shape))
+        known = self._kinds.setdefault(micro_batch.place_of(number), kind)
+        if kind != known:
+            reason = (
+                f"it is draw {number + 1} of this micro-batch, which is {known[0]} in another one "
+                "of the window, so the draws depend on which samples a micro-batch has"
+            )
+            raise NotKeyed(function, shape, reason, REMEDY_OF_OTHERS)
         if not all(isinstance(size, int) for size in shape):
             raise NotKeyed(function, shape, "the samples of a nested tensor differ in size")
         if self.mask_source is not None and self.mask_source.is_refused(shape):
             raise NotKeyed(function, shape, "its rows are tokens of several samples, packed")
-        place = (micro_batch.num_seedings, number, function)
+        place = (*micro_batch.place_of(number), function)
         is_of_weights = self._is_after_backward and shape in self.weight_shapes
         if is_of_weights and any(size % self.num_samples == 0 for size in shape):
             self.taken_for_weights = f"{function} of shape {list(shape)}"

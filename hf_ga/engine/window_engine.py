@@ -214,6 +214,7 @@ class WindowEngine:
         self._close_window()
         if not goes_on:
             self._weight_check.stop()
+            self.draws.begin_window()
         self._models = list(models)
         self._all_models = [*models, *frozen]
         if not goes_on:

@@ -2057,6 +2057,37 @@ def test_weights_that_the_loop_changes_after_the_first_windows_are_refused(batch
     assert sum(num_updates) in (4, 5)
 
 
+@pytest.mark.parametrize("batch_size", [8, 4])
+def test_parameters_that_are_switched_on_after_the_first_windows_are_refused(batch_size):
+    """After the batch was fetched: their sums would not be divided."""
+    num_updates = []
+
+    def unfreeze(accelerator, model, optimizer, *batch):
+        model[0].requires_grad_(sum(num_updates) >= 4)
+        accelerator.backward(plain(model, *batch))
+        num_updates.append(accelerator.sync_gradients)
+
+    columns = tuple(column.repeat(4, *[1] * (column.dim() - 1)) for column in (X, Y, VALUES))
+    with pytest.raises(ConfigError, match="set to True after the batch was fetched"):
+        Loop(plain, iteration=unfreeze, columns=columns).run(Accelerator, batch_size)
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_a_draw_of_some_micro_batches_before_others_is_refused(batch_size):
+    """Those after it would be others."""
+
+    def noise_if_needed(model, x, y, values):
+        is_rare = y == 2
+        if is_rare.any():
+            x = x + is_rare[:, None] * torch.randn_like(x)
+        return cross_entropy(model, F.dropout(x, 0.5), y)
+
+    rare = torch.zeros_like(Y)
+    rare[[5, 9, 18]] = 2
+    with pytest.raises(UnkeyedRandomness, match="it is draw 1 of this micro-batch, which is"):
+        Loop(noise_if_needed, columns=(X, rare, VALUES)).run(Accelerator, batch_size)
+
+
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_batch_norm_that_trains_after_the_first_windows_is_refused(batch_size):
     num_updates = []
