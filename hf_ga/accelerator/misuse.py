@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from hf_ga.errors import ConfigError
+from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.loss.nodes.means import reduction_of
 from hf_ga.loss.nodes.saved import inputs, number, saved
 
@@ -79,6 +79,16 @@ def backward_after_zero_grad() -> ConfigError:
         "after the first one reached the optimizer's parameters: it would drop the first loss for "
         "them, but gradients are summed until the window's end. Let the first loss not reach them "
         "(detach), or train the models in loops of their own."
+    )
+
+
+def random_collate_by_hand(num_parts: int) -> UnkeyedRandomness:
+    """Return the error for a loop that accumulates by hand, and whose collate function draws."""
+    return UnkeyedRandomness(
+        "the collate function draws random numbers. The loader of a loop that accumulates by hand "
+        "knows no window, so each micro-batch draws its own, and they depend on the split: pass "
+        f"gradient_accumulation_steps={num_parts} to Accelerator, put the loop's body into `with "
+        "accelerator.accumulate(model):`, and leave the division out; or draw in the dataset."
     )
 
 

@@ -40,6 +40,7 @@ from hf_ga.accelerator.misuse import (
     multiplied_by_steps,
     not_fetched,
     numeric_options,
+    random_collate_by_hand,
     unexpected_backward,
 )
 from hf_ga.accelerator.named_entries import check_named_entries
@@ -121,6 +122,7 @@ class TrainingLoop:
         self._has_stepped = False  # an optimizer, in this window
         self._has_warned = False  # of terms that micro-batches lack
         self._has_warned_of_iterations = False  # of rehearsals beside the loop's own
+        self._has_tried_collate = False  # whether it draws
         self._is_zeroed = False  # gradients, since a backward of this micro-batch
         self._options: list[dict[str, Any]] | None = None  # at the window's first backward
         self._is_multiplied = True  # each loss so far, by the accumulation steps
@@ -473,6 +475,7 @@ class TrainingLoop:
         if not self._is_planned:
             gradient.begin_again_if_zeroed()
             self._by_hand.note_backward(loss)
+            self._check_collate_by_hand()
         options = numeric_options(self.accelerator._optimizers)
         if self._options is None:
             self._options = options
@@ -492,6 +495,19 @@ class TrainingLoop:
         node = loss.grad_fn if isinstance(loss, Tensor) else None
         if num_targets is not None or num_steps < 2 or not is_multiple(node, num_steps):
             self._is_multiplied = False
+
+    def _check_collate_by_hand(self) -> None:
+        """Check once, in a window's second backward, that the collate function of a loop that
+        accumulates by hand draws nothing.
+        """
+        num_parts = self._by_hand.num_parts
+        accumulates = num_parts > 1 and not self._by_hand.has_begun
+        if not accumulates or self._has_tried_collate or self.engine.draws.allow_unkeyed:
+            return
+        self._has_tried_collate = True
+        with self.suspended():
+            if self._window.fetcher.has_random_collate(self._window.request):
+                raise random_collate_by_hand(num_parts)
 
     def _finish(self) -> None:
         """Finish a planned window: `.grad` appears, or the window is computed once more."""

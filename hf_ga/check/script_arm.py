@@ -52,6 +52,7 @@ class ArmResult:
         weights: Sum of the absolute weights before the update.
         terms: For each term of the loss, its name and what it divides by in each micro-batch.
         draws: Random functions whose numbers belong to samples: name -> where they are called.
+        pad_to_window: Whether the rehearsal of hf_ga's accelerator showed that padding matters.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class ArmResult:
     weights: float = 0.0
     terms: list[tuple[str, list[float]]] = field(default_factory=list)
     draws: dict[str, str] = field(default_factory=dict)
+    pad_to_window: bool = False
 
 
 @dataclass
@@ -181,7 +183,9 @@ class Arm:
     def _describe_window(self, result: ArmResult, engine: WindowEngine) -> None:
         """Write into the result what hf_ga's engine knows of the window."""
         if not self.is_trainer:
-            num_parts = self.owner.training_loop.num_parts_by_hand
+            loop = self.owner.training_loop
+            result.pad_to_window = loop._window.state.pad_to_window
+            num_parts = loop.num_parts_by_hand
             result.is_by_hand = num_parts > 1
             result.num_micro_batches = max(num_parts, result.num_micro_batches)
         counted = [reading for reading in engine.gradient.readings if reading.is_counted]
@@ -257,10 +261,12 @@ class SplitAccelerator:
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader with batches of another size."""
         request = self.arm.request
-        if request.is_exact and request.num_micro_batches is not None:
+        prepared = super().prepare_data_loader(self.arm.split(data_loader), *args, **kwargs)
+        if request.is_exact and request.as_written is not None:
             # A rehearsed window has one micro-batch less. The run as written is rehearsed.
             self.training_loop.engine.rehearses = False
-        return super().prepare_data_loader(self.arm.split(data_loader), *args, **kwargs)
+            prepared.windows.state.pad_to_window = request.as_written.pad_to_window
+        return prepared
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward, and count it."""

@@ -129,6 +129,13 @@ class Fetcher:
             samples.append(self.dataset[int(sample_id)])
         return samples
 
+    def has_random_collate(self, request: WindowRequest) -> bool:
+        """Whether the collate function draws random numbers, tried on this process's samples of a
+        window.
+        """
+        with preserved_random_states():
+            return self._collate_separately(request) is None
+
     def _collate(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Collate the micro-batches of this process separately; split them from the collated window
         if they are padded to its longest sample, or if the collate function is random.

@@ -1869,6 +1869,7 @@ def by_hand(
     body: Body = plain,
     build: Callable[[], nn.Module] = classifier,
     first: int = 1,
+    collate: Callable | None = None,
 ) -> Tensor:
     """Accelerator is told nothing of it; the last window of the epoch is short."""
     reset_states()
@@ -1876,7 +1877,7 @@ def by_hand(
     accelerator = kind()
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    loader = DataLoader(TensorDataset(X, LABELS, VALUES), batch_size)
+    loader = DataLoader(TensorDataset(X, LABELS, VALUES), batch_size, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for number, batch in enumerate(loader):
         accelerator.backward(body(model, *batch) / steps)
@@ -1896,6 +1897,22 @@ def test_accumulation_by_hand(batch_size, body):
     learnt = (expected - flat(classifier())).norm()
     assert (by_hand(Accelerator, batch_size, body) - expected).norm() < CLOSE * learnt
     assert (by_hand(accelerate.Accelerator, batch_size, body) - expected).norm() > FAR * learnt
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_a_random_collate_function_of_an_accumulation_by_hand_is_refused(batch_size):
+    """Each of its calls draws for one micro-batch; a mean of two terms is no accumulation."""
+
+    def noisy(rows):
+        x, y, values = map(torch.stack, zip(*rows, strict=True))
+        return x + torch.rand(len(x), 1), y, values
+
+    def mean_of_two(model, x, y, values):
+        return plain(model, x, y, values) + F.mse_loss(model(x), values)
+
+    with pytest.raises(UnkeyedRandomness, match="the collate function draws random numbers"):
+        by_hand(Accelerator, batch_size, collate=noisy)
+    Loop(lambda *batch: mean_of_two(*batch) / 2, collate=noisy).run(Accelerator, WINDOW)
 
 
 @pytest.mark.parametrize("batch_size", SPLIT)

@@ -87,6 +87,28 @@ for step, (x, y) in enumerate(loader):
         optimizer.step()
         optimizer.zero_grad()
 """
+# Its mean over samples counts padding, and its 260 parameters would take a file descriptor each.
+PADDED = """
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
+model = nn.Sequential(nn.Embedding(30, 8), *[nn.LayerNorm(8) for _ in range(129)], nn.Linear(8, 30))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+texts = [torch.arange(1, length) for length in (6, 20, 4, 3, 13, 9, 3, 18) * 2]
+loader = DataLoader(texts, 2, shuffle=True, collate_fn=lambda rows: pad_sequence(rows, True))
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for ids in loader:
+    with accelerator.accumulate(model):
+        even = torch.full((30,), 1 / 30)
+        accelerator.backward(F.kl_div(model(ids).log_softmax(-1), even, reduction="batchmean"))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 PREPARE = "model, optimizer, loader = "
 LATE_STEPS = (
     ACCELERATE.replace("gradient_accumulation_steps=4, ", "")
@@ -131,8 +153,9 @@ def check(tmp_path, script, *options):
         # Steps that are set later, a batch size above the number of samples, and a worker, which
         # would run the script again if it did not fork.
         (LATE_STEPS, [2, 4], "accelerate.Accelerator", ["dropout"]),
+        (PADDED, [2, 4, 8], "accelerate.Accelerator", []),
     ],
-    ids=["Accelerate", "Trainer", "by hand", "late steps"],
+    ids=["Accelerate", "Trainer", "by hand", "late steps", "padded"],
 )
 def test_splits_of_a_script_are_its_full_batch(tmp_path, script, splits, library, words):
     done, rows = check(tmp_path, script, "--assert")
