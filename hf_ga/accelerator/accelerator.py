@@ -30,7 +30,7 @@ from hf_ga.accelerator.state import (
 from hf_ga.accelerator.training_loop import TrainingLoop
 from hf_ga.draws.generators import preserved_random_states
 from hf_ga.engine.whole.whole_window import WholeBatchLoss
-from hf_ga.errors import ConfigError
+from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.model.precision import check_step
 from hf_ga.order.layout import Layout
 from hf_ga.parallel.backend import check_supported, keep_process_group_alive
@@ -220,10 +220,16 @@ class Accelerator(accelerate.Accelerator):
         """Enclose a micro-batch's forward, backward and optimizer step, as in Accelerate.
 
         The loader has already set `sync_gradients`, which is true for the last micro-batch of a
-        window.
+        window. An error of the loop in a micro-batch of another size than the loader's says so.
         """
         self.training_loop.is_inside = True
-        yield
+        try:
+            yield
+        except Exception as error:
+            note = self.training_loop.note_on_error()
+            if note is not None and not isinstance(error, HfGaError):
+                error.add_note(note)
+            raise
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Do nothing: gradients are summed over processes where the window needs it.

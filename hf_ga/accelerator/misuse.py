@@ -130,7 +130,8 @@ def unexpected_backward(*, is_in_evaluation: bool) -> ConfigError:
         "accelerator.backward needs a batch of a prepared DataLoader that was not used yet: pass "
         "the training DataLoader itself to accelerator.prepare, not a generator around it (put "
         "cycle() around the prepared one), and keep the iterator: `iterator = iter(loader)`, not "
-        "next(iter(loader))."
+        "next(iter(loader)). A loop over tensors of its own (rollouts) can prepare "
+        "DataLoader(torch.arange(number), batch_size), and index them with its batches."
     )
 
 

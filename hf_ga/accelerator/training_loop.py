@@ -395,6 +395,19 @@ class TrainingLoop:
         """Return a context in which torch's random functions are its own again."""
         return self.engine.draws.suspended()
 
+    def note_on_error(self) -> str | None:
+        """Return what explains an error of the loop in a rehearsed window, whose micro-batches have
+        other numbers of samples than the loader's; None in other windows.
+        """
+        slot = self.engine.slot
+        if slot is None or not any(s.is_rehearsal for s in self._slots):
+            return None
+        return (
+            f"hf_ga: this micro-batch has {len(slot.micro_batch)} samples, as its window is "
+            "rehearsed in micro-batches of other sizes: take sizes from the batch, not from a "
+            "setting."
+        )
+
     # Other loaders beside the one whose windows are computed (zip)
 
     def _is_follower(self, loader: Any) -> bool:

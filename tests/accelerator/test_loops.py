@@ -2089,6 +2089,18 @@ def test_parameters_that_are_switched_on_after_the_first_windows_are_refused(bat
         Loop(plain, iteration=unfreeze, columns=columns).run(Accelerator, batch_size)
 
 
+def test_an_error_of_the_loop_in_a_rehearsal_says_how_many_samples_it_got():
+    """It may have made a tensor for the loader's batch size."""
+    offsets = torch.zeros(2, 1)
+
+    def with_fixed_size(model, x, y, values):
+        return cross_entropy(model, x + offsets, y)
+
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        Loop(with_fixed_size).run(Accelerator, 2)
+    assert "this micro-batch has 3 samples" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_a_draw_of_some_micro_batches_before_others_is_refused(batch_size):
     """Those after it would be others."""
