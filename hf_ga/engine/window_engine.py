@@ -741,9 +741,10 @@ class WindowEngine:
         raise LossNotAdditive(
             f"{name}: the gradient of a sample at the model's outputs was {found} among others, so "
             "its loss depends on the other samples of its micro-batch (BatchNorm, in-batch "
-            "negatives, statistics or mixtures over the batch, state that the loop keeps), and no "
-            "split of the window is the full batch. Compute it for each sample alone, in the "
-            "dataset or collate function, or over the whole window with whole_batch."
+            "negatives, statistics or mixtures over the batch, state that the loop keeps, draws "
+            "for one sample after the other), and no split of the window is the full batch. "
+            "Compute it for each sample alone, in the dataset or collate function, or over the "
+            "whole window with whole_batch."
         )
 
     def _try_padding(self) -> None:

@@ -49,6 +49,33 @@ class Weight:
         return tensor.detach()
 
 
+@dataclass(frozen=True)
+class Norms:
+    """The norms of weights of one device and dtype.
+
+    Attributes:
+        weights: The weights.
+        values: Their norms, shape (weights,).
+    """
+
+    weights: Sequence[Weight]
+    values: Tensor
+
+    def changed(self) -> list[str]:
+        """Return the names of the weights that have another norm now, or another place."""
+        device = self.values.device
+        tensors = [weight.tensor for weight in self.weights]
+        if any(tensor is None or tensor.device != device for tensor in tensors):  # offloaded
+            return []
+        now = _norms_of(self.weights)
+        if torch.equal(now, self.values):
+            return []
+        is_changed = (now != self.values).tolist()
+        return [
+            weight.name for weight, is_so in zip(self.weights, is_changed, strict=True) if is_so
+        ]
+
+
 class WeightCheck:
     """Compares the norms of weights at the first backward after their module was called with those
     at the window's end.
@@ -65,7 +92,7 @@ class WeightCheck:
         self._sees_modules = False
         self._parameters: Mapping[int, nn.Parameter] = {}
         self._buffers: Sequence[Weight] = ()
-        self._before: dict[tuple[int, Any], tuple[Weight, Tensor]] = {}  # weights and their norms
+        self._before: list[Norms] = []
 
     def start(self, parameters: Sequence[nn.Parameter], *, sees_modules: bool) -> None:
         """Watch a window, until `stop`: the modules that were called so far.
@@ -93,11 +120,15 @@ class WeightCheck:
 
     def note(self) -> None:
         """After a backward, note the norms of weights that are new in this window."""
-        if not self._is_on:
+        if not self._is_on or (self._before and not self._sees_modules):
             return
-        new = [w for w in self._weights() if w.place not in self._before and w.tensor is not None]
-        for weight, norm in zip(new, _norms([w.tensor for w in new]), strict=True):
-            self._before[weight.place] = (weight, norm)
+        known = {weight.place for norms in self._before for weight in norms.weights}
+        groups: dict[tuple[torch.device, torch.dtype], list[Weight]] = defaultdict(list)
+        for weight in self._weights():
+            tensor = weight.tensor
+            if tensor is not None and weight.place not in known:
+                groups[tensor.device, tensor.dtype].append(weight)
+        self._before += [Norms(group, _norms_of(group)) for group in groups.values()]
 
     def _weights(self) -> Iterator[Weight]:
         """Yield the weights of the called modules, and those beside them; not of embeddings that
@@ -122,13 +153,9 @@ class WeightCheck:
         Raises:
             ConfigError: If one is not.
         """
-        known = [(w, norm) for w, norm in self._before.values() if w.tensor is not None]
-        now = _norms([weight.tensor for weight, _ in known])
-        before = [norm for _, norm in known]
-        if _are_equal(before, now):
+        changed = [name for norms in self._before for name in norms.changed()]
+        if not changed:
             return
-        pairs = zip(known, now, strict=True)
-        changed = [weight.name for (weight, norm), new in pairs if not _are_equal([norm], [new])]
         names = ", ".join(dict.fromkeys(changed[:NUM_NAMES]))
         raise ConfigError(
             f"weights changed within a window ({names}): the loop clamps, decays or copies them, "
@@ -138,21 +165,6 @@ class WeightCheck:
         )
 
 
-def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norm of each tensor, in its own precision, on its device."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, tensor in enumerate(tensors):
-        groups[tensor.device, tensor.dtype].append(index)
-    norms: dict[int, Tensor] = {}
-    for indices in groups.values():
-        norms |= zip(indices, torch._foreach_norm([tensors[i] for i in indices]), strict=True)
-    return [norms[index] for index in range(len(tensors))]
-
-
-def _are_equal(norms: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether norms are those of others, NaN for NaN; one wait for each device."""
-    groups: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for norm, other in zip(norms, others, strict=True):
-        groups[norm.device].append(torch.stack([norm.float(), other.to(norm.device).float()]))
-    stacked = [torch.stack(pairs).unbind(1) for pairs in groups.values()]
-    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in stacked)
+def _norms_of(weights: Sequence[Weight]) -> Tensor:
+    """Return the norms of weights of one device and dtype, shape (weights,). NaN becomes 0."""
+    return torch.stack(torch._foreach_norm([weight.tensor for weight in weights])).nan_to_num()
