@@ -5,7 +5,7 @@ a message that names the term or the draw. Accelerate's own accelerator is the c
 
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle, product
@@ -1329,7 +1329,19 @@ def test_padding_that_matters_for_later_samples_only_is_reported(caplog):
     assert "the updates so far" in message
     caplog.clear()
     train_texts(Accelerator, 2, width_divisor)  # found out in the first window
-    assert not caplog.messages
+    assert "padding changes" not in caplog.text
+
+
+def values_of_class_1(model, x, y, values):
+    loss = F.cross_entropy(model(x), y)
+    chosen = y == 1
+    return loss + F.mse_loss(model(x[chosen]), values[chosen]) if chosen.any() else loss
+
+
+def test_windows_that_are_computed_again_are_told_once(caplog):
+    """There are more iterations than batches, so a loop must count updates."""
+    assert Loop(values_of_class_1).error(Accelerator, 2) < CLOSE
+    assert caplog.text.count("more iterations than batches, as it is computed once more") == 1
 
 
 # -- draws
@@ -2156,6 +2168,63 @@ def test_batches_of_samples_that_are_not_stacked(batch_size, collate):
 
     loop = Loop(plain, iteration=iteration, collate=collate)
     assert loop.error(Accelerator, batch_size) < CLOSE
+
+
+def samples_of_sizes(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    return [(X[i].expand(sizes[i % len(sizes)], 6), Y[i]) for i in range(NUM_SAMPLES)]
+
+
+def loss_of_sizes(model, x, y):
+    return F.cross_entropy(model(x).mean(1), y)
+
+
+def train_sizes(kind: type, steps: int, step: Callable, sizes: Sequence[int]) -> Tensor:
+    """Batches of one sample, of these sizes in turn; `steps` is 1 where it is no argument."""
+    reset_states()
+    accelerator = kind(gradient_accumulation_steps=steps)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(samples_of_sizes(sizes), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for number, batch in enumerate(loader, start=1):
+        step(accelerator, model, optimizer, number, *batch)
+    return flat(accelerator.unwrap_model(model))
+
+
+def accumulating(accelerator, model, optimizer, number, x, y):
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of_sizes(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def dividing_by_3(accelerator, model, optimizer, number, x, y):
+    accelerator.backward(loss_of_sizes(model, x, y) / 3)
+    if number % 3 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full_batches_of_sizes(window: int, sizes: Sequence[int]) -> Tensor:
+    model = classifier().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    samples = samples_of_sizes(sizes)
+    for start in range(0, NUM_SAMPLES, window):
+        of_window = samples[start : start + window]
+        optimizer.zero_grad()
+        losses = [loss_of_sizes(model, x.double()[None], y[None]) for x, y in of_window]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize(("steps", "step"), [(3, accumulating), (1, dividing_by_3)])
+def test_samples_that_cannot_be_collated_together_are_not_rehearsed(steps, step, caplog):
+    sizes = (2, 3, 3, 2, 4)
+    expected = full_batches_of_sizes(3, sizes)
+    weights = train_sizes(Accelerator, steps, step, sizes)
+    assert (weights - expected).norm() < CLOSE * expected.norm()
+    assert caplog.text.count("cannot be collated together (RuntimeError: stack expects") == 1
 
 
 def test_values_are_clipped_once_a_window():
