@@ -3,6 +3,8 @@ weights of plain torch, one forward and backward of the whole window in float64,
 a message that names the term or the draw. Accelerate's own accelerator is the control.
 """
 
+import copy
+import io
 import random
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from accelerate import PartialState
 from documented_loop import reset_states
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hf_ga import Accelerator
@@ -2225,6 +2228,29 @@ def test_samples_that_cannot_be_collated_together_are_not_rehearsed(steps, step,
     weights = train_sizes(Accelerator, steps, step, sizes)
     assert (weights - expected).norm() < CLOSE * expected.norm()
     assert caplog.text.count("cannot be collated together (RuntimeError: stack expects") == 1
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"hf_ga" not in file.getvalue()
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, AveragedModel, pickled])
+def test_copies_of_the_model_within_a_window_are_free_of_it(copied, batch_size):
+    """Before and after each backward. Their forwards are none of the model's."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        first = copied(model)
+        loss = cross_entropy(model, x, y)
+        assert torch.equal(cross_entropy(first, x, y), loss)
+        accelerator.backward(loss)
+        assert torch.equal(cross_entropy(copied(model), x, y), loss)
+
+    assert Loop(plain, iteration=iteration).error(Accelerator, batch_size) < CLOSE
 
 
 def test_values_are_clipped_once_a_window():
