@@ -43,6 +43,7 @@ from hf_ga.accelerator.misuse import (
     unexpected_backward,
 )
 from hf_ga.accelerator.named_entries import check_named_entries
+from hf_ga.accelerator.schedules import ScheduleCheck
 from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS, is_rehearsed
 from hf_ga.engine.slots import (
     Slot,
@@ -107,6 +108,7 @@ class TrainingLoop:
             self._whole_batch = WholeBatch(self.engine, whole_batch)
             self.engine.trusts_num_targets = True
         self._by_hand = ByHand()
+        self._schedules = ScheduleCheck()
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
         self._window: Window | None = None
         self._leader: Any = None  # the loader whose windows are computed
@@ -171,6 +173,8 @@ class TrainingLoop:
             return
         self._leader = loader
         self._attempt = 0
+        if self._is_planned:
+            self._schedules.begin_window()
         while True:
             window = self._begin_window(window)
             for index, slot in enumerate(self._slots):
@@ -378,6 +382,8 @@ class TrainingLoop:
         if not self._is_planned:  # draws that all samples share belong to the loop's own window
             request = replace(request, index=self._by_hand.num_steps)
         self._iteration.enter_context(self.engine.micro_batch(slot, request))
+        if self._is_planned or self._by_hand.is_established:
+            self._iteration.enter_context(self._schedules.iteration())
         if self._whole_batch is not None:
             self._iteration.enter_context(self._whole_batch.recording(index, batch))
         return batch
@@ -595,6 +601,7 @@ class TrainingLoop:
             self._warn_of_missing_rehearsal()
             self._warn_of_untried_widths()
             self._by_hand.note_step()
+            self._schedules.begin_window()
             self.engine.gradient.begin()
             self.is_complete = True
             self._options = None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle, product
+from typing import Any
 
 import accelerate
 import numpy as np
@@ -1692,6 +1693,40 @@ def test_a_schedule_that_steps_every_micro_batch_is_refused(batch_size, num_samp
         Loop(plain, iteration=iteration, columns=columns).run(Accelerator, batch_size)
 
 
+def make_step(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, WINDOW, 0.1)
+
+
+def make_sequence(optimizer):
+    steps = [make_step(optimizer), make_step(optimizer)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, steps, [1])
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("batch_size", SPLIT)
+@pytest.mark.parametrize("make", [make_step, make_sequence])
+@pytest.mark.parametrize("steps_when", ["iteration", "update"])
+def test_a_schedule_that_changes_between_windows_only(steps_when, make, batch_size):
+    """Refused before it changes the learning rate, if it steps in each iteration."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        if not schedules:
+            schedules.append(make(optimizer.optimizer))
+        accelerator.backward(cross_entropy(model, x, y))
+        if steps_when == "iteration" or accelerator.sync_gradients:
+            optimizer.step()
+            schedules[0].step()
+
+    schedules = []
+    loop = Loop(plain, iteration=iteration)
+    if steps_when == "iteration":
+        with pytest.raises(ConfigError, match="steps in several iterations of one window"):
+            loop.run(Accelerator, batch_size)
+    else:
+        loop.run(Accelerator, batch_size)
+        assert schedules[0].last_epoch == 3
+
+
 def scheduled(name, value_of):
     """A loop that sets an option of the optimizer by hand, by the number of what `value_of` says:
     iterations or updates.
@@ -1884,8 +1919,11 @@ def by_hand(
     body: Body = plain,
     build: Callable[[], nn.Module] = classifier,
     first: int = 1,
+    after: Callable[[Any], None] = lambda optimizer: None,
 ) -> Tensor:
-    """Accelerator is told nothing of it; the last window of the epoch is short."""
+    """Accelerator is told nothing of it; the last window of the epoch is short. `after` is called
+    after each iteration.
+    """
     reset_states()
     steps = WINDOW // batch_size
     accelerator = kind()
@@ -1899,6 +1937,7 @@ def by_hand(
             nn.utils.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
             optimizer.zero_grad()
+        after(optimizer.optimizer)
     return flat(model)
 
 
@@ -1923,6 +1962,20 @@ def test_accumulation_by_hand_from_step_0(batch_size):
     )
     with pytest.raises(ConfigError, match=words):
         by_hand(Accelerator, batch_size, first=0)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_schedule_that_steps_in_each_iteration_by_hand_is_refused():
+    def after(optimizer):
+        if not schedules:
+            schedules.append(make_step(optimizer))
+        schedules[0].step()
+
+    schedules = []
+    with pytest.raises(ConfigError, match="steps in several iterations of one window"):
+        by_hand(Accelerator, 4, after=after)
+    schedules.clear()
+    by_hand(Accelerator, WINDOW, after=after)
 
 
 def constant_divisor_by_hand(model, x, y, values):
