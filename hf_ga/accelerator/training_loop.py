@@ -108,6 +108,7 @@ class TrainingLoop:
             self._whole_batch = WholeBatch(self.engine, whole_batch)
             self.engine.trusts_num_targets = True
         self._by_hand = ByHand()
+        self._num_updates_before = 0  # by hand, of the run that was resumed
         self._schedules = ScheduleCheck()
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
         self._window: Window | None = None
@@ -340,6 +341,13 @@ class TrainingLoop:
         """What a loop that accumulates by hand divides its losses by; 1 for any other loop."""
         return 1 if self._is_planned else self._by_hand.num_parts
 
+    @property
+    def num_updates_by_hand(self) -> int:
+        """How many updates a loop by hand has made, also before it was resumed: its windows draw
+        other numbers that all samples share.
+        """
+        return self._num_updates_before + self._by_hand.num_steps
+
     def _must_begin_again(self) -> bool:
         """Whether the window that has just ended must be computed once more."""
         reason = self.engine.gradient.must_repeat
@@ -367,6 +375,13 @@ class TrainingLoop:
         is_open = self.engine.slot is not None
         return self.num_windows + is_open
 
+    def go_on_after(self, *, num_windows: int, num_updates_by_hand: int) -> None:
+        """Go on after a checkpoint that was saved when so many windows and updates were done."""
+        self.num_windows = num_windows
+        # The first windows of this process are rehearsed by hand, whatever their number is.
+        self._num_updates_before = num_updates_by_hand - self._by_hand.num_steps
+        self.engine.speed_ups.is_resumed = num_windows > 0
+
     # Iterations
 
     def _open(self, slot: Slot, index: int, is_last: bool) -> Any:
@@ -380,7 +395,7 @@ class TrainingLoop:
         batch = send_to_device(slot.micro_batch.batch, accelerator.device, non_blocking=True)
         request = self._window.request
         if not self._is_planned:  # draws that all samples share belong to the loop's own window
-            request = replace(request, index=self._by_hand.num_steps)
+            request = replace(request, index=self.num_updates_by_hand)
         self._iteration.enter_context(self.engine.micro_batch(slot, request))
         if self._is_planned or self._by_hand.is_established:
             self._iteration.enter_context(self._schedules.iteration())
@@ -600,6 +615,8 @@ class TrainingLoop:
         if self.engine.gradient is not None and not self._is_planned:
             self._warn_of_missing_rehearsal()
             self._warn_of_untried_widths()
+            if self._by_hand.num_parts == 1:  # no other micro-batch shows more
+                self.engine.warn_of_doubtful_draws()
             self._by_hand.note_step()
             self._schedules.begin_window()
             self.engine.gradient.begin()

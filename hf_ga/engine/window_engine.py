@@ -609,7 +609,7 @@ class WindowEngine:
             "not tried whether a sample's loss depends on the other samples of its micro-batch."
         )
 
-    def _warn_of_doubtful_draws(self) -> None:
+    def warn_of_doubtful_draws(self) -> None:
         """Warn once that windows of one micro-batch, which are not rehearsed, do not show to which
         samples some draws belong: other splits may draw other numbers.
         """
@@ -815,7 +815,7 @@ class WindowEngine:
             state.is_width_tried |= gradient.has_compared_widths
         self.has_rehearsed |= is_done and self._is_rehearsed
         if is_done and self._is_full_batch:
-            self._warn_of_doubtful_draws()
+            self.warn_of_doubtful_draws()
         if is_done:
             for model in self._models:
                 gradient.backend.drop_unused(model, self.unused)

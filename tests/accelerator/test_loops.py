@@ -2338,3 +2338,10 @@ def test_windows_of_one_micro_batch_may_not_show_whose_the_draws_are(
     columns = tuple(column[:16] for column in (X, Y, VALUES))  # no shorter window
     Loop(body, columns=columns).run(Accelerator, batch_size)
     assert ("other splits of the windows may draw other numbers" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(("body", "is_told"), [(noise_for_time, True), (noise_for_samples, False)])
+def test_plain_loops_of_one_micro_batch_may_not_show_whose_the_draws_are(body, is_told, caplog):
+    """Without `accumulate`; it is told at the first update, before the shorter last window."""
+    by_hand(Accelerator, WINDOW, body)
+    assert ("other splits of the windows may draw other numbers" in caplog.text) == is_told
