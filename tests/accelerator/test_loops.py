@@ -2283,6 +2283,13 @@ def test_samples_that_cannot_be_collated_together_are_not_rehearsed(steps, step,
     assert caplog.text.count("cannot be collated together (RuntimeError: stack expects") == 1
 
 
+def test_samples_that_cannot_be_padded_are_refused_with_a_remedy(monkeypatch):
+    """As under FSDP, where no window is rehearsed and all are padded."""
+    monkeypatch.setattr("hf_ga.accelerator.training_loop.is_sharded", lambda accelerator: True)
+    with pytest.raises(DataError, match="let the collate function pad its samples"):
+        train_sizes(Accelerator, 3, accumulating, (2, 3))
+
+
 def pickled(model):
     file = io.BytesIO()
     torch.save(model, file)
