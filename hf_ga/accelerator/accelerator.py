@@ -396,8 +396,13 @@ class Accelerator(accelerate.Accelerator):
         with raise_on_all_ranks(self), writing(place, place.parent, "resume the run"):
             positions = loader_positions(self._dataloaders)
             if self.is_main_process:
-                num_windows = self.training_loop.num_complete_windows
-                SavedState(self.num_processes, positions, num_windows).write(Path(folder))
+                loop = self.training_loop
+                SavedState(
+                    num_processes=self.num_processes,
+                    loaders=positions,
+                    num_windows=loop.num_complete_windows,
+                    num_updates_by_hand=loop.num_updates_by_hand,
+                ).write(Path(folder))
         self.wait_for_everyone()
         return folder
 
@@ -448,8 +453,9 @@ class Accelerator(accelerate.Accelerator):
         saved = SavedState.read(folder)
         if saved is None:
             return
-        self.training_loop.num_windows = saved.num_windows
-        self.training_loop.engine.speed_ups.is_resumed = saved.num_windows > 0
+        self.training_loop.go_on_after(
+            num_windows=saved.num_windows, num_updates_by_hand=saved.num_updates_by_hand
+        )
         restore_positions(self._dataloaders, saved.loaders)
         if saved.num_processes != self.num_processes:
             for initial_state in self._initial_scheduler_states:

@@ -30,11 +30,13 @@ class SavedState:
             often Accelerate steps a prepared scheduler per update.
         loaders: The position of each prepared loader that yielded windows; None for the others.
         num_windows: The number of windows that the run began: the first ones are rehearsed.
+        num_updates_by_hand: The number of optimizer steps of a loop that accumulates by hand.
     """
 
     num_processes: int
     loaders: list[dict[str, Any] | None]
     num_windows: int = 0
+    num_updates_by_hand: int = 0
 
     def write(self, folder: Path) -> None:
         """Write this state to `hf_ga_state.json` in the folder of a checkpoint of

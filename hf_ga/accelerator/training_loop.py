@@ -12,7 +12,7 @@ A loop accumulates in one of two ways:
 import atexit
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -44,11 +44,13 @@ from hf_ga.accelerator.misuse import (
     unexpected_backward,
 )
 from hf_ga.accelerator.named_entries import check_named_entries
+from hf_ga.accelerator.schedules import ScheduleCheck
 from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS, is_rehearsed
 from hf_ga.engine.slots import (
     Slot,
     joined,
-    plan_slots,
+    plain_slots,
+    rehearsed_slots,
     slots_in_other_company,
     slots_like,
     slots_with_look,
@@ -56,7 +58,7 @@ from hf_ga.engine.slots import (
 from hf_ga.engine.whole.whole_batch import WholeBatch
 from hf_ga.engine.whole.whole_window import WholeBatchLoss
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
-from hf_ga.errors import ConfigError
+from hf_ga.errors import ConfigError, DataError, HfGaError
 from hf_ga.loading.window import Window
 from hf_ga.model.forward import unwrapped
 from hf_ga.parallel.fsdp import backend_for, is_sharded
@@ -107,6 +109,8 @@ class TrainingLoop:
             self._whole_batch = WholeBatch(self.engine, whole_batch)
             self.engine.trusts_num_targets = True
         self._by_hand = ByHand()
+        self._num_updates_before = 0  # by hand, of the run that was resumed
+        self._schedules = ScheduleCheck()
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
         self._frozen: list[nn.Parameter] = []  # when the window began
         self._window: Window | None = None
@@ -115,13 +119,15 @@ class TrainingLoop:
         self._is_followed = False  # in the current iteration
         self._has_warned_of_followers = False
         self._has_warned_of_widths = False
+        self._has_warned_of_collating = False
         self._slots: list[Slot] = []
+        self._is_rehearsed = False  # the current window, as planned
         self._index = 0  # of the iteration in the window
         self._attempt = 0  # how often the window was begun again
         self._backwards_per_iteration: int | None = None  # of complete iterations
         self._has_stepped = False  # an optimizer, in this window
         self._has_warned = False  # of terms that micro-batches lack
-        self._has_warned_of_iterations = False  # of rehearsals beside the loop's own
+        self._has_warned_of_iterations = False  # beside the loop's own
         self._has_tried_collate = False  # whether it draws
         self._is_zeroed = False  # gradients, since a backward of this micro-batch
         self._options: list[dict[str, Any]] | None = None  # at the window's first backward
@@ -171,6 +177,8 @@ class TrainingLoop:
             return
         self._leader = loader
         self._attempt = 0
+        if self._is_planned:
+            self._schedules.begin_window()
         while True:
             window = self._begin_window(window)
             for index, slot in enumerate(self._slots):
@@ -199,13 +207,16 @@ class TrainingLoop:
         whole = joined([window, *rest])
         if not rest:
             return
-        if whole is None:
+        slots = None
+        if whole is not None:
+            slots = self._collated(partial(slots_in_other_company, whole, len(rest)))
+        if slots is None:
             for other in rest:
                 yield from self.micro_batches(self._leader, other, iter(()))
             return
         self.engine.gradient.turn_into_rehearsal()
         self.engine.restore_buffers()
-        self._slots = slots_in_other_company(whole, len(rest))
+        self._slots = slots
         self._window = whole
         self._begin_engine(is_rehearsed=True, goes_on=True, keeps_rehearsal=True)
         for index, slot in enumerate(self._slots):
@@ -224,7 +235,7 @@ class TrainingLoop:
             # Without a rehearsal it is not known whether the padded width matters.
             window.state.pad_to_window = True
         if window.state.pad_to_window:
-            window = window.padded_to_window()
+            window = _padded(window)
         self.is_inside = self.is_inside or _calls_accumulate(sys._getframe())
         is_planned = self._is_planned
         self._window = window
@@ -233,9 +244,11 @@ class TrainingLoop:
         if not is_planned and not goes_on and self._rehearses_by_hand():
             self._slots = [replace(slot, may_be_rehearsal=True) for slot in self._slots]
         self._begin_engine(
-            is_rehearsed=any(s.is_rehearsal or s.may_be_rehearsal for s in self._slots),
+            is_rehearsed=self._is_rehearsed or any(s.may_be_rehearsal for s in self._slots),
             goes_on=goes_on,
         )
+        if self._is_rehearsed and not any(slot.is_rehearsal for slot in self._slots):
+            self.engine.drop_rehearsal()
         if not goes_on:
             self._options = None
         self.is_complete = False
@@ -270,26 +283,46 @@ class TrainingLoop:
 
     def _plan(self, window: Window) -> list[Slot]:
         """Return the iterations of the loop in a window."""
+        num_planned = window.request.max_micro_batches
         num_processes = self.accelerator.num_processes
-        if self._can_look() and self.engine.looks.is_due:
-            positions = self.engine.looks.positions
-            return slots_with_look(window, num_processes=num_processes, positions=positions)
         models = self.training_models()
         is_due = self._can_look() and self.engine.is_rehearsal_due(self.num_windows, models)
-        slots = plan_slots(
-            window,
-            num_processes=num_processes,
-            is_rehearsed=is_due,
-            is_first=not self.engine.has_rehearsed,
-        )
-        if len(slots) > window.request.max_micro_batches and not self._has_warned_of_iterations:
-            self._has_warned_of_iterations = True
-            logger.warning(
-                "hf_ga: this window has one micro-batch on each process, so its rehearsal is one "
-                "iteration more, as in any such window of the first ones and of one in a hundred: "
-                "count updates (accelerator.sync_gradients), not iterations."
-            )
+        # The same on all processes, also where this one cannot collate a rehearsal.
+        self._is_rehearsed = is_due and (num_planned > 1 or num_processes > 1)
+        if not self._is_rehearsed:
+            return plain_slots(window)
+        looks = self.engine.looks
+        if looks.is_due:
+            number = num_planned + 1
+            plan = partial(slots_with_look, num_processes=num_processes, positions=looks.positions)
+        else:
+            number = max(2, num_planned)
+            plan = partial(rehearsed_slots, is_first=not self.engine.has_rehearsed)
+        slots = self._collated(partial(plan, window))
+        slots = plain_slots(window, number) if slots is None else slots
+        if len(slots) > num_planned:
+            self._warn_of_iterations("its rehearsal is one more")
         return slots
+
+    def _collated(self, plan: Callable[[], list[Slot]]) -> list[Slot] | None:
+        """Return iterations with samples in other company than in the loop's own micro-batches.
+        None, with one warning, if the collate function cannot put them together.
+        """
+        try:
+            return plan()
+        except HfGaError:
+            raise
+        except Exception as error:
+            if not self._has_warned_of_collating:
+                self._has_warned_of_collating = True
+                logger.warning(
+                    "hf_ga: it is not tried whether a sample's loss depends on the other samples "
+                    "of its micro-batch, as samples of several micro-batches cannot be collated "
+                    f"together ({_reason(error)}). A collate function that pads them, or that "
+                    "returns lists, lets it be tried.",
+                    main_process_only=False,
+                )
+            return None
 
     def _can_look(self) -> bool:
         """Whether a window may be computed with a rehearsal, or again with one. A loss of a whole
@@ -315,6 +348,13 @@ class TrainingLoop:
         """What a loop that accumulates by hand divides its losses by; 1 for any other loop."""
         return 1 if self._is_planned else self._by_hand.num_parts
 
+    @property
+    def num_updates_by_hand(self) -> int:
+        """How many updates a loop by hand has made, also before it was resumed: its windows draw
+        other numbers that all samples share.
+        """
+        return self._num_updates_before + self._by_hand.num_steps
+
     def _must_begin_again(self) -> bool:
         """Whether the window that has just ended must be computed once more."""
         reason = self.engine.gradient.must_repeat
@@ -322,13 +362,32 @@ class TrainingLoop:
             self.num_windows += 1
             return False
         logger.info(f"hf_ga: a window is computed once more: {reason}.")
+        self._warn_of_iterations("it is computed once more")
         return True
+
+    def _warn_of_iterations(self, reason: str) -> None:
+        """Warn once that a window has more iterations than its loader has batches."""
+        if self._has_warned_of_iterations:
+            return
+        self._has_warned_of_iterations = True
+        logger.warning(
+            f"hf_ga: this window has more iterations than batches, as {reason}, and others may "
+            "have: count updates (accelerator.sync_gradients), not iterations, also for "
+            "skip_first_batches, which skips updates x gradient_accumulation_steps batches."
+        )
 
     @property
     def num_complete_windows(self) -> int:
         """Number of windows of the run whose optimizer step is done, for a checkpoint."""
         is_open = self.engine.slot is not None
         return self.num_windows + is_open
+
+    def go_on_after(self, *, num_windows: int, num_updates_by_hand: int) -> None:
+        """Go on after a checkpoint that was saved when so many windows and updates were done."""
+        self.num_windows = num_windows
+        # The first windows of this process are rehearsed by hand, whatever their number is.
+        self._num_updates_before = num_updates_by_hand - self._by_hand.num_steps
+        self.engine.speed_ups.is_resumed = num_windows > 0
 
     # Iterations
 
@@ -343,8 +402,10 @@ class TrainingLoop:
         batch = send_to_device(slot.micro_batch.batch, accelerator.device, non_blocking=True)
         request = self._window.request
         if not self._is_planned:  # draws that all samples share belong to the loop's own window
-            request = replace(request, index=self._by_hand.num_steps)
+            request = replace(request, index=self.num_updates_by_hand)
         self._iteration.enter_context(self.engine.micro_batch(slot, request))
+        if self._is_planned or self._by_hand.is_established:
+            self._iteration.enter_context(self._schedules.iteration())
         if self._whole_batch is not None:
             self._iteration.enter_context(self._whole_batch.recording(index, batch))
         return batch
@@ -590,7 +651,10 @@ class TrainingLoop:
         if self.engine.gradient is not None and not self._is_planned:
             self._warn_of_missing_rehearsal()
             self._warn_of_untried_widths()
+            if self._by_hand.num_parts == 1:  # no other micro-batch shows more
+                self.engine.warn_of_doubtful_draws()
             self._by_hand.note_step()
+            self._schedules.begin_window()
             self.engine.gradient.begin()
             self.is_complete = True
             self._options = None
@@ -658,6 +722,27 @@ def _leave_at_exit(reference: weakref.ref[TrainingLoop]) -> None:
     loop = reference()
     if loop is not None:
         loop.abandon()
+
+
+def _padded(window: Window) -> Window:
+    """Return a window padded to its longest sample. DataError if its samples cannot be collated
+    together.
+    """
+    try:
+        return window.padded_to_window()
+    except HfGaError:
+        raise
+    except Exception as error:
+        raise DataError(
+            "all micro-batches of a window must be padded to one length, as the loss may depend on "
+            f"it, but the window cannot be collated as one batch ({_reason(error)}): let the "
+            "collate function pad its samples."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the kind and the first line of an error."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def _calls_accumulate(frame: FrameType | None) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hf_ga.engine.look.choice import Choice, rehearsal_parts, rehearsed_offsets
-from hf_ga.errors import DataError
 from hf_ga.loading.batches import MicroBatch, row_lengths
 from hf_ga.loading.window import Window
 
@@ -35,25 +34,17 @@ class Slot:
         return not self.is_rehearsal and not self.is_filler
 
 
-def plan_slots(
-    window: Window, *, num_processes: int, is_rehearsed: bool, is_first: bool
-) -> list[Slot]:
-    """Plan the iterations of a window on this process: the same number on all processes.
+def rehearsed_slots(window: Window, *, is_first: bool) -> list[Slot]:
+    """Return the iterations of a rehearsed window, the same number on all processes.
 
-    A rehearsed window has as many iterations as it would have without a rehearsal: the window
-    itself follows in one micro-batch less. A window of one micro-batch has one iteration more on
-    several processes, and no rehearsal on a single one, where it is the full batch.
+    They are as many as without a rehearsal: the window itself follows in one micro-batch less. A
+    window of one micro-batch has one iteration more.
 
     Args:
         window: The window.
-        num_processes: Number of processes.
-        is_rehearsed: Whether to begin with a rehearsal.
         is_first: Whether no window of the run was rehearsed so far.
     """
     num_planned = window.request.max_micro_batches
-    is_full_batch = num_planned == 1 and num_processes == 1
-    if not is_rehearsed or is_full_batch:
-        return plain_slots(window)
     own = window.request.micro_batches
     if not len(own):
         return _with_fillers([], window, max(2, num_planned))
@@ -64,10 +55,15 @@ def plan_slots(
     return _with_fillers(slots, window, max(2, num_planned))
 
 
-def plain_slots(window: Window) -> list[Slot]:
-    """Return the iterations of a window without a rehearsal, the same number on all processes."""
+def plain_slots(window: Window, number: int = 0) -> list[Slot]:
+    """Return the iterations of a window without a rehearsal, the same number on all processes.
+
+    Args:
+        window: The window.
+        number: The least number of iterations: fillers follow the window.
+    """
     slots = [Slot(micro_batch) for micro_batch in window.micro_batches]
-    return _with_fillers(slots, window, window.request.max_micro_batches)
+    return _with_fillers(slots, window, max(number, window.request.max_micro_batches))
 
 
 def slots_with_look(window: Window, *, num_processes: int, positions: np.ndarray) -> list[Slot]:
@@ -129,7 +125,7 @@ def _rehearsal(window: Window, offsets: np.ndarray, *, pad_to_window: bool = Tru
     """
     try:
         (micro_batch,) = window.split([offsets], pad_to_window=pad_to_window).micro_batches
-    except DataError:
+    except Exception:  # no rows of samples, or samples that cannot be collated together
         (micro_batch,) = window.split([offsets]).micro_batches
     return Slot(micro_batch, is_rehearsal=True)
 

@@ -37,6 +37,7 @@ from hf_ga.model.forward import (
     head_loss,
     unwrapped,
 )
+from hf_ga.model.hooks import Hook
 from hf_ga.model.precision import LOW_PRECISION, full_precision
 from hf_ga.order.length_plan import Computed
 from hf_ga.rows.fused_attention import FusedAttention
@@ -203,9 +204,9 @@ class SpeedUps:
             yield
             return
         with ExitStack() as stack:
-            before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            before = model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)
             stack.callback(before.remove)
-            after = model.register_forward_hook(self._after_forward, always_call=True)
+            after = model.register_forward_hook(Hook(self._after_forward), always_call=True)
             stack.callback(after.remove)
             yield
 

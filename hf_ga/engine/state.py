@@ -24,6 +24,7 @@ from hf_ga.model.forward import (
     plain_attributes,
     snapshot_state,
 )
+from hf_ga.model.hooks import Hook
 from hf_ga.model.outputs import named_tensors
 from hf_ga.model.override import restored
 
@@ -112,7 +113,7 @@ class StateCheck:
             if with_others:
                 stack.enter_context(before_all_forwards(self._note))
             for model in () if with_others else models:
-                stack.callback(model.register_forward_pre_hook(self._note).remove)
+                stack.callback(model.register_forward_pre_hook(Hook(self._note)).remove)
             stack.callback(self._undo)
             yield
 

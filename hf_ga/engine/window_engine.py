@@ -629,7 +629,7 @@ class WindowEngine:
             "not tried whether a sample's loss depends on the other samples of its micro-batch."
         )
 
-    def _warn_of_doubtful_draws(self) -> None:
+    def warn_of_doubtful_draws(self) -> None:
         """Warn once that windows of one micro-batch, which are not rehearsed, do not show to which
         samples some draws belong: other splits may draw other numbers.
         """
@@ -846,7 +846,7 @@ class WindowEngine:
             self.has_rehearsed = True
             self._modes = _modes_of(self._models)
         if is_done and self._is_full_batch:
-            self._warn_of_doubtful_draws()
+            self.warn_of_doubtful_draws()
         if is_done:
             for model in self._models:
                 gradient.backend.drop_unused(model, self.unused)

@@ -3,12 +3,15 @@ weights of plain torch, one forward and backward of the whole window in float64,
 a message that names the term or the draw. Accelerate's own accelerator is the control.
 """
 
+import copy
+import io
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle, product
+from typing import Any
 
 import accelerate
 import numpy as np
@@ -18,6 +21,7 @@ import torch.nn.functional as F
 from accelerate import PartialState
 from documented_loop import reset_states
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hf_ga import Accelerator
@@ -1329,7 +1333,19 @@ def test_padding_that_matters_for_later_samples_only_is_reported(caplog):
     assert "the updates so far" in message
     caplog.clear()
     train_texts(Accelerator, 2, width_divisor)  # found out in the first window
-    assert not caplog.messages
+    assert "padding changes" not in caplog.text
+
+
+def values_of_class_1(model, x, y, values):
+    loss = F.cross_entropy(model(x), y)
+    chosen = y == 1
+    return loss + F.mse_loss(model(x[chosen]), values[chosen]) if chosen.any() else loss
+
+
+def test_windows_that_are_computed_again_are_told_once(caplog):
+    """There are more iterations than batches, so a loop must count updates."""
+    assert Loop(values_of_class_1).error(Accelerator, 2) < CLOSE
+    assert caplog.text.count("more iterations than batches, as it is computed once more") == 1
 
 
 # -- draws
@@ -1677,6 +1693,40 @@ def test_a_schedule_that_steps_every_micro_batch_is_refused(batch_size, num_samp
         Loop(plain, iteration=iteration, columns=columns).run(Accelerator, batch_size)
 
 
+def make_step(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, WINDOW, 0.1)
+
+
+def make_sequence(optimizer):
+    steps = [make_step(optimizer), make_step(optimizer)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, steps, [1])
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("batch_size", SPLIT)
+@pytest.mark.parametrize("make", [make_step, make_sequence])
+@pytest.mark.parametrize("steps_when", ["iteration", "update"])
+def test_a_schedule_that_changes_between_windows_only(steps_when, make, batch_size):
+    """Refused before it changes the learning rate, if it steps in each iteration."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        if not schedules:
+            schedules.append(make(optimizer.optimizer))
+        accelerator.backward(cross_entropy(model, x, y))
+        if steps_when == "iteration" or accelerator.sync_gradients:
+            optimizer.step()
+            schedules[0].step()
+
+    schedules = []
+    loop = Loop(plain, iteration=iteration)
+    if steps_when == "iteration":
+        with pytest.raises(ConfigError, match="steps in several iterations of one window"):
+            loop.run(Accelerator, batch_size)
+    else:
+        loop.run(Accelerator, batch_size)
+        assert schedules[0].last_epoch == 3
+
+
 def scheduled(name, value_of):
     """A loop that sets an option of the optimizer by hand, by the number of what `value_of` says:
     iterations or updates.
@@ -1870,8 +1920,11 @@ def by_hand(
     build: Callable[[], nn.Module] = classifier,
     first: int = 1,
     collate: Callable | None = None,
+    after: Callable[[Any], None] = lambda optimizer: None,
 ) -> Tensor:
-    """Accelerator is told nothing of it; the last window of the epoch is short."""
+    """Accelerator is told nothing of it; the last window of the epoch is short. `after` is called
+    after each iteration.
+    """
     reset_states()
     steps = WINDOW // batch_size
     accelerator = kind()
@@ -1885,6 +1938,7 @@ def by_hand(
             nn.utils.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
             optimizer.zero_grad()
+        after(optimizer.optimizer)
     return flat(model)
 
 
@@ -1925,6 +1979,20 @@ def test_accumulation_by_hand_from_step_0(batch_size):
     )
     with pytest.raises(ConfigError, match=words):
         by_hand(Accelerator, batch_size, first=0)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_schedule_that_steps_in_each_iteration_by_hand_is_refused():
+    def after(optimizer):
+        if not schedules:
+            schedules.append(make_step(optimizer))
+        schedules[0].step()
+
+    schedules = []
+    with pytest.raises(ConfigError, match="steps in several iterations of one window"):
+        by_hand(Accelerator, 4, after=after)
+    schedules.clear()
+    by_hand(Accelerator, WINDOW, after=after)
 
 
 def constant_divisor_by_hand(model, x, y, values):
@@ -2303,6 +2371,93 @@ def test_batches_of_samples_that_are_not_stacked(batch_size, collate):
     assert loop.error(Accelerator, batch_size) < CLOSE
 
 
+def samples_of_sizes(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    return [(X[i].expand(sizes[i % len(sizes)], 6), Y[i]) for i in range(NUM_SAMPLES)]
+
+
+def loss_of_sizes(model, x, y):
+    return F.cross_entropy(model(x).mean(1), y)
+
+
+def train_sizes(kind: type, steps: int, step: Callable, sizes: Sequence[int]) -> Tensor:
+    """Batches of one sample, of these sizes in turn; `steps` is 1 where it is no argument."""
+    reset_states()
+    accelerator = kind(gradient_accumulation_steps=steps)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(samples_of_sizes(sizes), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for number, batch in enumerate(loader, start=1):
+        step(accelerator, model, optimizer, number, *batch)
+    return flat(accelerator.unwrap_model(model))
+
+
+def accumulating(accelerator, model, optimizer, number, x, y):
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of_sizes(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def dividing_by_3(accelerator, model, optimizer, number, x, y):
+    accelerator.backward(loss_of_sizes(model, x, y) / 3)
+    if number % 3 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full_batches_of_sizes(window: int, sizes: Sequence[int]) -> Tensor:
+    model = classifier().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    samples = samples_of_sizes(sizes)
+    for start in range(0, NUM_SAMPLES, window):
+        of_window = samples[start : start + window]
+        optimizer.zero_grad()
+        losses = [loss_of_sizes(model, x.double()[None], y[None]) for x, y in of_window]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize(("steps", "step"), [(3, accumulating), (1, dividing_by_3)])
+def test_samples_that_cannot_be_collated_together_are_not_rehearsed(steps, step, caplog):
+    sizes = (2, 3, 3, 2, 4)
+    expected = full_batches_of_sizes(3, sizes)
+    weights = train_sizes(Accelerator, steps, step, sizes)
+    assert (weights - expected).norm() < CLOSE * expected.norm()
+    assert caplog.text.count("cannot be collated together (RuntimeError: stack expects") == 1
+
+
+def test_samples_that_cannot_be_padded_are_refused_with_a_remedy(monkeypatch):
+    """As under FSDP, where no window is rehearsed and all are padded."""
+    monkeypatch.setattr("hf_ga.accelerator.training_loop.is_sharded", lambda accelerator: True)
+    with pytest.raises(DataError, match="let the collate function pad its samples"):
+        train_sizes(Accelerator, 3, accumulating, (2, 3))
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"hf_ga" not in file.getvalue()
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, AveragedModel, pickled])
+def test_copies_of_the_model_within_a_window_are_free_of_it(copied, batch_size):
+    """Before and after each backward. Their forwards are none of the model's."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        first = copied(model)
+        loss = cross_entropy(model, x, y)
+        assert torch.equal(cross_entropy(first, x, y), loss)
+        accelerator.backward(loss)
+        assert torch.equal(cross_entropy(copied(model), x, y), loss)
+
+    assert Loop(plain, iteration=iteration).error(Accelerator, batch_size) < CLOSE
+
+
 def test_values_are_clipped_once_a_window():
     def iteration(accelerator, model, optimizer, *batch):
         accelerator.backward(plain(model, *batch))
@@ -2334,4 +2489,11 @@ def test_windows_of_one_micro_batch_may_not_show_whose_the_draws_are(
 ):
     columns = tuple(column[:16] for column in (X, Y, VALUES))  # no shorter window
     Loop(body, columns=columns).run(Accelerator, batch_size)
+    assert ("other splits of the windows may draw other numbers" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(("body", "is_told"), [(noise_for_time, True), (noise_for_samples, False)])
+def test_plain_loops_of_one_micro_batch_may_not_show_whose_the_draws_are(body, is_told, caplog):
+    """Without `accumulate`; it is told at the first update, before the shorter last window."""
+    by_hand(Accelerator, WINDOW, body)
     assert ("other splits of the windows may draw other numbers" in caplog.text) == is_told

@@ -13,7 +13,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked import on_two_ranks, outcome, without_errors
-from test_loops import CLOSE, EXACT, FAR, REFUSED, UNEQUAL, Loop, annealed, plain, with_hooks
+from test_loops import (
+    CLOSE,
+    EXACT,
+    FAR,
+    REFUSED,
+    UNEQUAL,
+    Loop,
+    accumulating,
+    annealed,
+    full_batches_of_sizes,
+    plain,
+    train_sizes,
+    with_hooks,
+)
 
 from hf_ga import Accelerator
 
@@ -132,3 +145,18 @@ def test_hooks_of_one_process(size):
     assert torch.equal(first, second)
     assert "changes the window's gradient on one process in another way" in said
     assert said_too == said
+
+
+@pytest.mark.parametrize("steps", [2, 1])
+def test_a_process_that_cannot_collate_a_rehearsal_goes_on_with_the_others(steps):
+    """In most windows, the samples of one process have two sizes, those of the other one."""
+
+    sizes = (2, 3, 3, 3, 3, 3)
+
+    def work():
+        return train_sizes(Accelerator, steps, accumulating, sizes)
+
+    first, second = without_errors(on_two_ranks(work))
+    assert torch.equal(first, second)
+    expected = full_batches_of_sizes(2 * steps, sizes)
+    assert (first - expected).norm() < CLOSE * expected.norm()

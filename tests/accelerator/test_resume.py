@@ -4,6 +4,7 @@ the same layout, within rounding in another one and on another number of process
 The script is Accelerate's own example; Accelerate's Accelerator fails the same comparison.
 """
 
+import json
 import random
 from functools import partial
 from itertools import cycle
@@ -15,8 +16,10 @@ import torch
 from documented_loop import CASES, FULL_BATCH, LAYOUTS, TWO_STEPS, UNEVEN, distance, reset_states
 from forked import on_ranks, without_errors
 from resumable_loop import train_with_states
+from torch.utils.data import DataLoader, TensorDataset
 
 from hf_ga import Accelerator
+from hf_ga.accelerator.state import STATE_FILE_NAME
 from hf_ga.errors import HfGaError
 
 NUM_SAMPLES = 37  # windows of 16, 16 and 5 samples: three updates in each of two epochs
@@ -138,6 +141,53 @@ def test_the_scale_of_fp16_goes_on(tmp_path, own_accelerator_state):
     resumed = go_on(tmp_path, "step_4", TWO_STEPS, mixed_precision="fp16")
     assert resumed.rates == reference.rates[4:]
     assert same_bits(resumed.weights, reference.weights)
+
+
+def train_by_hand(batch_size, first, last, load=None, save=None):
+    """A loop that divides by k, and multiplies its inputs by a number that all samples share."""
+    reset_states()
+    torch.manual_seed(0)
+    accelerator = Accelerator()
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.arange(72.0).view(24, 3) / 72), batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if load is not None:
+        accelerator.load_state(load)
+    step = first
+    for number, (x,) in enumerate(loader, start=1):
+        accelerator.backward(model(x * torch.rand(())).pow(2).mean() / (4 // batch_size))
+        if number % (4 // batch_size) == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+        if step == last:
+            break
+    if save is not None:
+        accelerator.save_state(save)
+    return flat_weights(model)
+
+
+def flat_weights(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_draws_of_a_loop_by_hand_that_all_samples_share_go_on(tmp_path, batch_size):
+    expected = train_by_hand(batch_size, 0, 6)
+    train_by_hand(batch_size, 0, 2, save=tmp_path / "first")
+    train_by_hand(batch_size, 2, 4, load=tmp_path / "first", save=tmp_path / "second")
+    found = train_by_hand(batch_size, 4, 6, load=tmp_path / "second")
+    assert torch.allclose(found, expected, rtol=1e-5, atol=0)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded(tmp_path):
+    train_by_hand(4, 0, 2, save=tmp_path)
+    path = tmp_path / STATE_FILE_NAME
+    saved = json.loads(path.read_text())
+    del saved["num_updates_by_hand"]
+    path.write_text(json.dumps(saved))
+    train_by_hand(4, 2, 6, load=tmp_path)
 
 
 def test_another_window_is_refused(tmp_path):

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 from hf_ga.engine.look.inside import BackwardCode, nodes_below
 from hf_ga.loss.nodes.saved import inputs, output_shape
 from hf_ga.loss.penalty import PARAMETER, Penalties
+from hf_ga.model.hooks import Hook
 from hf_ga.model.outputs import named_tensors
 
 MAX_NODES = 200  # of the graph that are searched for edges with rows of samples
@@ -93,11 +94,11 @@ class OutputRecorder:
         for model in models:
             if with_submodules:
                 handles += [
-                    module.register_forward_hook(self._record_inner)
+                    module.register_forward_hook(Hook(self._record_inner))
                     for module in model.modules()
                     if module is not model and not list(module.children())
                 ]
-            handles.append(model.register_forward_hook(self._record))
+            handles.append(model.register_forward_hook(Hook(self._record)))
         try:
             with self.backward_code.recording():
                 yield

@@ -26,6 +26,7 @@ from hf_ga.loss.identity import VIEWS
 from hf_ga.loss.nodes.saved import inputs
 from hf_ga.loss.penalty import PARAMETER
 from hf_ga.model.forward import unwrapped
+from hf_ga.model.hooks import Hook
 from hf_ga.model.precision import LOW_PRECISION, sum_dtype
 from hf_ga.parallel.backend import Backend, RankStatus
 
@@ -142,8 +143,8 @@ class WindowRouter(Router):
             stack.enter_context(self.patched())
             for model in self._models:
                 # The first hook, as others may run forwards of the model.
-                before = model.register_forward_pre_hook(self._enter, prepend=True)
-                after = model.register_forward_hook(self._leave, always_call=True)
+                before = model.register_forward_pre_hook(Hook(self._enter), prepend=True)
+                after = model.register_forward_hook(Hook(self._leave), always_call=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
             yield

@@ -38,6 +38,7 @@ from hf_ga.model.forward import (
     unwrapped,
     without_cache,
 )
+from hf_ga.model.hooks import Hook
 from hf_ga.model.outputs import named_tensors, with_tensors
 from hf_ga.model.precision import LOW_PRECISION, full_precision
 from hf_ga.parallel.backend import Backend, RankStatus
@@ -321,9 +322,9 @@ class WholeBatch:
         tensors = [value for value in batch.values() if isinstance(value, Tensor)]
         self._versions = {id(tensor): tensor._version for tensor in tensors}
         model = self._model
-        hooks = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
+        hooks = [model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True)]
         # A wrapper such as DDP runs its hooks last, so that its own outputs are recorded.
-        hooks += [m.register_forward_hook(self._record) for m in {model, unwrapped(model)}]
+        hooks += [m.register_forward_hook(Hook(self._record)) for m in {model, unwrapped(model)}]
         try:
             yield
         finally:
