@@ -404,7 +404,9 @@ class TrainingLoop:
         if not self._is_planned:  # draws that all samples share belong to the loop's own window
             request = replace(request, index=self.num_updates_by_hand)
         self._iteration.enter_context(self.engine.micro_batch(slot, request))
-        if self._is_planned or self._by_hand.is_established:
+        num_done = self.num_windows if self._is_planned else self._by_hand.num_steps
+        has_windows = self._is_planned or self._by_hand.is_established
+        if has_windows and num_done <= NUM_FIRST_WINDOWS:
             self._iteration.enter_context(self._schedules.iteration())
         if self._whole_batch is not None:
             self._iteration.enter_context(self._whole_batch.recording(index, batch))
