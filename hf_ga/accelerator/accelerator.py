@@ -286,8 +286,16 @@ class Accelerator(accelerate.Accelerator):
 
         Within a window there are none yet, so nothing is done.
         """
-        if self.sync_gradients:
+        if self._has_gradients():
             super().unscale_gradients(optimizer)
+
+    def _has_gradients(self) -> bool:
+        """Whether the loop is at the end of a window, whose gradient appears now if it waits for
+        another backward.
+        """
+        if self.sync_gradients:
+            self.training_loop.complete()
+        return self.sync_gradients
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Clip gradients, as `accelerate.Accelerator.clip_grad_norm_` does.
@@ -295,7 +303,7 @@ class Accelerator(accelerate.Accelerator):
         Returns:
             The norm before clipping; 0 within a window, where there are no gradients yet.
         """
-        if self.sync_gradients:
+        if self._has_gradients():
             return super().clip_grad_norm_(*args, **kwargs)
         return torch.zeros((), device=self.device)
 
@@ -304,7 +312,7 @@ class Accelerator(accelerate.Accelerator):
 
         Within a window there are none yet, so nothing is done.
         """
-        if self.sync_gradients:
+        if self._has_gradients():
             super().clip_grad_value_(*args, **kwargs)
 
     @property
@@ -485,10 +493,13 @@ class WindowOptimizer(AcceleratedOptimizer):
         Raises:
             ConfigError: If the window's gradient is not complete at its end.
         """
-        if not self.gradient_state.sync_gradients:
-            return
         training_loop = self.accelerator.training_loop
+        if not self.gradient_state.sync_gradients:
+            training_loop.skip_step()
+            return
         training_loop.before_step(self)
+        if not self.gradient_state.sync_gradients:  # the window is computed once more
+            return
         with training_loop.suspended():
             super().step(closure)
         training_loop.after_step()

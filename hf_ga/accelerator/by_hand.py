@@ -14,6 +14,7 @@ class ByHand:
         is_established: Whether the optimizer has stepped after that many backwards.
         num_steps: How many optimizer steps the loop has made.
         is_used: Whether the loop has called `accelerator.backward`.
+        was_one_batch: Whether the last step came after the backwards of one batch, undivided.
     """
 
     def __init__(self) -> None:
@@ -22,16 +23,21 @@ class ByHand:
         self.is_established = False
         self.num_steps = 0
         self.is_used = False
-        self._num_backwards = 0  # since the last step
+        self.was_one_batch = False
+        self._num_backwards = 0  # since the last step, those of one batch counted once
         self._may_be_mean_of_terms = False
         self._is_mean_of_terms = False  # (a + b) / 2 is no accumulation
 
-    def note_backward(self, loss: Tensor) -> None:
+    def note_backward(self, loss: Tensor, *, is_new: bool) -> None:
         """Record a backward of what the loop passed to `accelerator.backward`, before it frees the
         graph.
+
+        Args:
+            loss: The loss.
+            is_new: Whether it is the first one of a batch.
         """
         self.is_used = True
-        self._num_backwards += 1
+        self._num_backwards += is_new or not self._num_backwards
         if not self._is_mean_of_terms:
             self.num_parts = division_by_number(loss) or 1
         self._may_be_mean_of_terms = self.num_parts == 2 and is_sum_of_terms(loss)
@@ -83,5 +89,7 @@ class ByHand:
 
     def note_step(self) -> None:
         """Record that the optimizer has stepped: the next backward begins a window."""
-        self.num_steps += self._num_backwards > 0
+        if self._num_backwards:
+            self.num_steps += 1
+            self.was_one_batch = self._num_backwards == self.num_parts == 1
         self._num_backwards = 0

@@ -68,7 +68,28 @@ def backward_after_step() -> ConfigError:
     return ConfigError(
         "accelerator.backward came after the optimizer's step in the same window, so its forward "
         "used other weights than those of the window's other micro-batches: run all backwards of a "
-        "micro-batch before optimizer.step()."
+        "micro-batch before optimizer.step(). Models that train in turn (a discriminator, then a "
+        "generator) need windows of one micro-batch on one process, or loops of their own."
+    )
+
+
+def clipped_between() -> ConfigError:
+    """Return the error for a change of gradients between two backwards of a micro-batch."""
+    return ConfigError(
+        "gradients changed between two calls of accelerator.backward in one micro-batch (clipping, "
+        "zero_grad, loss.backward()), but the window's gradient is the sum of all its backwards: "
+        "change it after the last one."
+    )
+
+
+def clipped_early() -> ConfigError:
+    """Return the error for a change of gradients before those of a window are complete."""
+    return ConfigError(
+        "this micro-batch had fewer calls of accelerator.backward than one before it, so the "
+        "window's gradient appears with accelerator.clip_grad_norm_ or optimizer.step(), but it "
+        "was changed before (torch.nn.utils.clip_grad_norm_, loss.backward()): clip with "
+        "accelerator.clip_grad_norm_, or call accelerator.backward as often for each micro-batch, "
+        "with outputs.sum() * 0 for a loss that none of its samples has."
     )
 
 
@@ -225,8 +246,8 @@ def check_no_earlier_gradients(
     """Check, at the end of a window, that the gradients of the window before were zeroed.
 
     Args:
-        optimizers: All prepared optimizers.
-        shown: The gradients that were there when the window began.
+        optimizers: Prepared optimizers.
+        shown: Gradients that were there when the window began.
 
     Raises:
         ConfigError: If an optimizer would have used them once more.
@@ -249,6 +270,5 @@ def early_step() -> ConfigError:
     return ConfigError(
         "optimizer.step() came before accelerator.backward of every micro-batch of the window. "
         "Call accelerator.backward(loss), not loss.backward(), and pass the DataLoader to "
-        f"accelerator.prepare. If the loop accumulates: {ACCUMULATE_REMEDY}. Of two losses of one "
-        "micro-batch, both come before the step."
+        f"accelerator.prepare. If the loop accumulates: {ACCUMULATE_REMEDY}."
     )

@@ -4,7 +4,9 @@
 A loop accumulates in one of two ways:
 
 - planned: with `gradient_accumulation_steps`, or in `with accelerator.accumulate(model):`. The
-  loader knows the window. `.grad` appears with its last backward.
+  loader knows the window. `.grad` appears with its last backward: that of the last micro-batch, or
+  the one after which it has as many as those before it. With more, it appears again; with fewer,
+  where it is used.
 - by hand: the loop divides its loss by k and steps its optimizer after every k-th backward. `.grad`
   is at any time the gradient of the mean loss so far, and the window ends where it steps.
 """
@@ -34,6 +36,8 @@ from hf_ga.accelerator.misuse import (
     check_no_foreign_gradients,
     check_same_options,
     check_undivided,
+    clipped_between,
+    clipped_early,
     early_step,
     is_multiple,
     late_parameters,
@@ -124,8 +128,12 @@ class TrainingLoop:
         self._is_rehearsed = False  # the current window, as planned
         self._index = 0  # of the iteration in the window
         self._attempt = 0  # how often the window was begun again
-        self._backwards_per_iteration: int | None = None  # of complete iterations
-        self._has_stepped = False  # an optimizer, in this window
+        self._num_expected = 0  # backwards of a micro-batch, as those before it had
+        self._is_late = False  # whether `.grad` lacks backwards of this micro-batch
+        self._num_iterations = 0  # in the run
+        self._has_stepped = False  # an optimizer, after a backward of this micro-batch
+        self._is_stage = False  # the window, after a step on its only micro-batch
+        self._earlier: list[Tensor | None] = []  # gradients, when the loader's window began
         self._has_warned = False  # of terms that micro-batches lack
         self._has_warned_of_iterations = False  # beside the loop's own
         self._has_tried_collate = False  # whether it draws
@@ -184,6 +192,7 @@ class TrainingLoop:
             for index, slot in enumerate(self._slots):
                 is_last = index == len(self._slots) - 1
                 yield self._open(slot, index, is_last), is_last
+                self.complete()
                 self._close()
                 self._check_fetch()
             if not self._must_begin_again():
@@ -221,6 +230,7 @@ class TrainingLoop:
         self._begin_engine(is_rehearsed=True, goes_on=True, keeps_rehearsal=True)
         for index, slot in enumerate(self._slots):
             yield self._open(slot, index, True), True
+            self.complete()
             self._close()
 
     def _begin_window(self, window: Window) -> Window:
@@ -252,7 +262,8 @@ class TrainingLoop:
         if not goes_on:
             self._options = None
         self.is_complete = False
-        self._has_stepped = False
+        self._is_stage = False
+        self._earlier = self.engine.gradient.earlier
         if self._whole_batch is not None:
             self._whole_batch.begin(window, self._slots)
         else:
@@ -397,6 +408,10 @@ class TrainingLoop:
         self._index = index
         self._is_followed = False
         self._is_zeroed = False
+        self._is_late = False
+        self._has_stepped = False
+        self._num_iterations += 1
+        self.engine.gradient.iteration = self._num_iterations
         accelerator.step = index + 1
         accelerator.gradient_state._set_sync_gradients(is_last)
         batch = send_to_device(slot.micro_batch.batch, accelerator.device, non_blocking=True)
@@ -420,8 +435,8 @@ class TrainingLoop:
         lacks_follower = self._has_followers and not self._is_followed
         if lacks_follower and self.engine.num_adds and len(self._slots) > 1:
             self._warn_of_followers()
-        if self.engine.num_adds and self._backwards_per_iteration is None:
-            self._backwards_per_iteration = self.engine.num_adds
+        number = self.engine.num_adds
+        self._num_expected = max(number, self._num_expected) if self._index else number
         if self.num_parts_by_hand > 1:
             self._warn_of_missing_terms()
 
@@ -506,7 +521,8 @@ class TrainingLoop:
     def backward(
         self, loss: Any, num_targets: float | Tensor | None, *, retain_graph: bool
     ) -> Tensor | None:
-        """Add the gradient of a loss to the window, and finish it after its last backward.
+        """Add the gradient of a loss to the window, and finish it after its last backward, or what
+        seems to be the last one.
 
         Args:
             loss: See `Accelerator.backward`.
@@ -529,17 +545,19 @@ class TrainingLoop:
             if self._whole_batch is not None:
                 loss, num_targets = self._whole_batch.term(loss, num_targets)
             self._check_before_backward(loss, num_targets)
+            self.is_complete = False
             engine.add(
                 loss,
                 num_targets,
                 retain_graph=retain_graph,
                 is_last=is_last_slot or not self._is_planned,
             )
-        if not self._is_planned:
-            engine.show_mean_so_far(self._by_hand.num_shown)
-            self.loss = engine.gradient.loss
-        elif is_last_slot and engine.num_adds >= (self._backwards_per_iteration or 1):
-            self._finish()
+        if is_last_slot or not self._is_planned:
+            self._is_late = self._expects_backward()
+            if self._is_late:
+                engine.gradient.show_unfinished()
+            else:
+                self._finish()
         return None if self._whole_batch is None else self._whole_batch.value
 
     def _check_before_backward(self, loss: Tensor, num_targets: Any) -> None:
@@ -548,9 +566,11 @@ class TrainingLoop:
         not divided by the accumulation steps. Notes whether it is multiplied by them.
         """
         gradient = self.engine.gradient
+        if self._has_stepped:
+            self._begin_stage()
         if not self._is_planned:
             gradient.begin_again_if_zeroed()
-            self._by_hand.note_backward(loss)
+            self._by_hand.note_backward(loss, is_new=not self.engine.num_adds)
             self._check_collate_by_hand()
         options = numeric_options(self.accelerator._optimizers)
         if self._options is None:
@@ -558,13 +578,14 @@ class TrainingLoop:
         check_same_options(self._options, options)
         if not self._is_planned:
             return
-        if self._has_stepped:
-            raise backward_after_step()
         if self._is_zeroed:
             raise backward_after_zero_grad()
-        if not gradient.backend.is_sharded:  # FSDP2 swaps parameters
+        if gradient.is_changed():
+            raise clipped_between()
+        is_sharded = gradient.backend.is_sharded  # FSDP2 swaps parameters
+        if not is_sharded:
             self._check_no_late_parameters()
-        if not self.is_complete and not gradient.backend.is_sharded:  # FSDP1 keeps its sums there
+        if not gradient.is_shown and not is_sharded:  # FSDP1 keeps its sums there
             check_no_foreign_gradients(gradient.parameters, gradient.earlier)
         num_steps = self.accelerator.gradient_accumulation_steps
         check_undivided(loss, num_steps)
@@ -585,17 +606,61 @@ class TrainingLoop:
             if self._window.fetcher.has_random_collate(self._window.request):
                 raise random_collate_by_hand(num_parts)
 
+    def _is_alone(self) -> bool:
+        """Whether the current micro-batch is all that its window has so far, on all processes."""
+        if self.accelerator.num_processes > 1:
+            return False
+        return len(self._slots) == 1 if self._is_planned else self._by_hand.has_begun
+
+    def _expects_backward(self) -> bool:
+        """Whether another backward of the micro-batch is expected, as those before it had more.
+        One that is alone shows each.
+        """
+        return self.engine.num_adds < self._num_expected and not self._is_alone()
+
+    def _begin_stage(self) -> None:
+        """Begin a window of the same micro-batch, after an optimizer has stepped on it, as loops of
+        adversaries do. ConfigError if its window has others, which had other weights.
+        """
+        if self._is_planned:
+            is_alone = self._is_alone() and self._whole_batch is None
+        else:
+            is_alone = self._by_hand.was_one_batch
+        if not is_alone:
+            raise backward_after_step()
+        self._has_stepped = False
+        if not self._is_planned:  # `after_step` has begun it
+            return
+        self.engine.gradient.begin()
+        self._is_stage = True
+        self._is_zeroed = False
+        self._options = None
+
+    def complete(self) -> None:
+        """Let the gradient of all backwards so far appear, if another one was expected."""
+        if not self._is_late or self.engine.slot is None:
+            return
+        with self.engine.failing_together():
+            if self.engine.gradient.is_changed():
+                raise clipped_early()
+        self._finish()
+
     def _finish(self) -> None:
-        """Finish a planned window: `.grad` appears, or the window is computed once more."""
+        """Finish a window: `.grad` appears, or a planned window is computed once more."""
+        self._is_late = False
         gradient = self.engine.gradient
+        if not self._is_planned:
+            self.engine.show_mean_so_far(self._by_hand.num_shown)
+            self.loss = gradient.loss
+            return
         num_steps = self.accelerator.gradient_accumulation_steps
         with self.engine.failing_together():
             if self._is_multiplied:  # by chance, if only in some micro-batches
                 raise multiplied_by_steps(num_steps)
-        check_no_earlier_gradients(self.accelerator._optimizers, gradient.earlier)
-        is_set = self.engine.finish(
-            can_repeat=True, keeps_sums=self._backwards_per_iteration is None
-        )
+            reached = gradient.sums.reached()
+            replaced = [g for g, is_set in zip(self._earlier, reached, strict=True) if is_set]
+            check_no_earlier_gradients(self.accelerator._optimizers, replaced)
+        is_set = self.engine.finish(can_repeat=not self._is_stage, adds=self._is_stage)
         if not is_set:
             self.accelerator.gradient_state._set_sync_gradients(False)
             return
@@ -632,7 +697,7 @@ class TrainingLoop:
         """Check, before a prepared optimizer steps, that the window's gradient is complete.
 
         Raises:
-            ConfigError: If it is not, or the learning rate changed within the window.
+            ConfigError: If it is not, or gradients of an earlier window are left.
         """
         engine = self.engine
         bypasses_backward = not self._is_planned and not self._by_hand.is_used
@@ -641,15 +706,28 @@ class TrainingLoop:
             if any(p.grad is not None and bool(p.grad.any()) for p in parameters):
                 raise early_step()
             return
+        self.complete()
         if not self._is_planned:
             self._by_hand.check_step()
             engine.check_weights()
-        elif not self.is_complete:
+            return
+        if not self.accelerator.sync_gradients:  # the window is computed once more
+            return
+        if not self.is_complete:
             raise early_step()
+        if not engine.gradient.backend.is_sharded:
+            check_no_earlier_gradients([optimizer], self._earlier)
+
+    def skip_step(self) -> None:
+        """Note a step of a prepared optimizer within a window, which does nothing."""
+        engine = self.engine
+        if engine.slot is not None and engine.num_adds and not self._is_alone():
+            self._has_stepped = True
 
     def after_step(self) -> None:
         """Note that a prepared optimizer has stepped: a loop by hand begins another window."""
-        self._has_stepped = True
+        self._has_stepped = self.engine.slot is not None and self.engine.num_adds > 0
+        self.engine.note_step()
         if self.engine.gradient is not None and not self._is_planned:
             self._warn_of_missing_rehearsal()
             self._warn_of_untried_widths()

@@ -39,6 +39,7 @@ from hf_ga.order.length_plan import Computed
 from hf_ga.parallel.backend import Backend, RankStatus
 
 SMALLEST_ID = 1 << 20  # Python's ids are addresses, indices are smaller
+LARGEST_ITERATION = 1 << 10  # numbers that ranks compare are exact
 
 
 class WindowGradient:
@@ -75,6 +76,7 @@ class WindowGradient:
             rank, afterwards because of any. `begin` keeps it.
         earlier: `.grad` of the parameters when the window began.
         num_backwards: Number of backwards in this window.
+        iteration: The number of the loop's iteration, the same on all ranks if they are in step.
         sums: What its micro-batches add up to.
     """
 
@@ -93,6 +95,7 @@ class WindowGradient:
         self.needs_padding = False
         self.tries_widths = False
         self.tries_terms: bool | None = False
+        self.iteration = 0
         self.begin()
 
     def begin(self, chunk_tree: ChunkTree | None = None) -> None:
@@ -122,6 +125,7 @@ class WindowGradient:
         self._factors: dict[TermKey, float] = {}  # of this rank's terms, at the window's end
         self.earlier: Gradients = [p.grad for p in self.parameters]
         self._shown: Gradients | None = None
+        self._versions: list[int] = []  # of what is shown
 
     @property
     def backend(self) -> Backend:
@@ -268,15 +272,47 @@ class WindowGradient:
             gradients: The gradients of the mean so far.
             times: What they are multiplied by.
         """
-        shown: Gradients = []
         multiples = [None if gradient is None else gradient * times for gradient in gradients]
         for parameter, gradient, earlier in zip(
             self.parameters, self._after_hooks(multiples), self.earlier, strict=True
         ):
             if gradient is not None:
                 parameter.grad = gradient if earlier is None else earlier + gradient
-            shown.append(parameter.grad)
-        self._shown = shown
+        self._note_shown([parameter.grad for parameter in self.parameters])
+
+    def show_unfinished(self) -> None:
+        """Let `.grad` be the sums so far, as another backward of the micro-batch is expected: only
+        so a change of it is seen that comes before `finish` (see `is_changed`).
+        """
+        if self.backend.is_sharded:  # FSDP keeps its sums there
+            return
+        sums = self.sums.unfinished()
+        for parameter, gradient in zip(self.parameters, sums, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient
+        self._note_shown(sums)
+
+    def _note_shown(self, gradients: Gradients) -> None:
+        """Remember what `.grad` is now, where it is not None."""
+        self._shown = gradients
+        self._versions = [0 if gradient is None else gradient._version for gradient in gradients]
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether this window has set `.grad`."""
+        return self._shown is not None
+
+    def is_changed(self) -> bool:
+        """Whether the loop has changed `.grad` since it was last set in this window."""
+        if self._shown is None or self.backend.is_sharded:
+            return False
+        return any(
+            gradient is not None
+            and (parameter.grad is not gradient or gradient._version != version)
+            for parameter, gradient, version in zip(
+                self.parameters, self._shown, self._versions, strict=True
+            )
+        )
 
     def begin_again_if_zeroed(self) -> None:
         """Begin a window by hand again if the loop has set the gradients that `show` set to zero,
@@ -326,10 +362,29 @@ class WindowGradient:
         return self.sums.groups
 
     def _regroup(self) -> None:
-        """Make the groups of the window anew. What was added in other groups must be repeated."""
-        if self._has_group_sums():
+        """Make the groups of the window anew. Those with the same terms go on; what was added in
+        others must be repeated.
+        """
+        if not self._use_structure():
             self.must_repeat = "terms of the loss have divisors in other proportions"
-        self.sums.use_groups([Group(list(keys)) for keys in self.grouping.structure])
+
+    def _use_structure(self) -> bool:
+        """Use a group for each list of terms of `grouping`: one with the same terms goes on.
+
+        Returns:
+            Whether no sums were dropped.
+        """
+        before = self.sums.groups or []
+        can_go_on = not self.grouping.are_apart and not self.backend.is_sharded
+        known = {tuple(group.keys): group for group in before if can_go_on}
+        structure = self.grouping.structure
+        groups = [known.pop(tuple(keys), None) or Group(list(keys)) for keys in structure]
+        if can_go_on:
+            are_kept = not any(map(self.sums.has_gradients_of, known.values()))
+        else:
+            are_kept = not self._has_group_sums()
+        self.sums.use_groups(groups)
+        return are_kept
 
     def _has_group_sums(self) -> bool:
         """Whether a backward of the window has added to the sums of its groups, or will in a stage
@@ -364,14 +419,15 @@ class WindowGradient:
 
     # The window's end
 
-    def finish(self, *, is_padded: bool, can_repeat: bool, keeps_sums: bool) -> bool:
+    def finish(self, *, is_padded: bool, can_repeat: bool, adds: bool = False) -> bool:
         """Check the window's divisors, sum over all ranks, and set `.grad` to the gradient of the
-        window's mean loss. A collective: each rank must call it once per window.
+        window's mean loss. A collective: each rank must call it as often as the others. Another
+        backward may follow, and then another `finish`.
 
         Args:
             is_padded: Whether all micro-batches of the window have the same padded width.
             can_repeat: Whether the loop can be given the window once more.
-            keeps_sums: Whether another backward may follow in this window, which adds to the sums.
+            adds: Whether to add to `earlier`, in place of setting.
 
         Returns:
             Whether `.grad` is set. False: the window must be computed again (see `must_repeat`).
@@ -384,19 +440,25 @@ class WindowGradient:
         self._add_totals(readings)
         if not self._agree_on_groups(can_repeat):
             # An earlier backward of the window showed its sums, or FSDP has reduced them there.
-            set_gradients(self.parameters, self.earlier)
+            self.withdraw()
             return False
         if self.num_backwards > 1 or self.backend.num_processes > 1:
             self.stack_sizes.settle()
-        gradients = self._after_hooks(self.sums.mean_gradients(keeps_sums=keeps_sums))
+        means = self.sums.mean_gradients()
+        if adds:
+            self.show(means, times=1)
+            return True
+        gradients = self._after_hooks(means)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient
+        self._note_shown(gradients)
         return True
 
     def withdraw(self) -> None:
         """Set `.grad` back to what it was before the window, which is computed once more."""
         set_gradients(self.parameters, self.earlier)
+        self._shown = None
 
     def mean_so_far(self, *, is_padded: bool) -> Gradients:
         """Return the gradient of the mean loss of the micro-batches so far, summed over all ranks,
@@ -405,7 +467,7 @@ class WindowGradient:
         readings = self._checked_readings(is_padded)
         self._add_totals(readings)
         self._agree_on_groups(can_repeat=False)
-        return self.sums.mean_gradients(keeps_sums=True)
+        return self.sums.mean_gradients()
 
     def _checked_readings(self, is_padded: bool) -> list[Reading]:
         """Return the window's readings on the host; keep the error if they cannot be trusted."""
@@ -451,6 +513,8 @@ class WindowGradient:
                 "samples of its micro-batch"
             )
         loss_sum, found = self._sum_over_ranks(groups, keys, can_repeat)
+        if squared_differences(tuple(found["iteration"])):
+            raise _out_of_step()
         self.must_pad = bool(found["must_pad"][0])
         self.must_look = bool(found["must_look"][0])
         self.needs_padding = bool(found["needs_padding"][0])
@@ -518,6 +582,7 @@ class WindowGradient:
             "has_compared_widths": [float(self.has_compared_widths)],
             "has_padded": [float(self.computed < Computed.REAL)],
             "has_no_rows": [float(self.computed < Computed.ROWS)],
+            "iteration": power_sums([self.iteration % LARGEST_ITERATION]),
             "has_hooks": [float(any(parameter._backward_hooks for parameter in self.parameters))],
             "widths": power_sums(self.widths),
             "parts": [float(self.sums.part)],
@@ -631,8 +696,9 @@ class WindowGradient:
         if self.failure is None and self.must_repeat is not None and not can_repeat:
             return ConfigError(
                 f"{self.must_repeat}, so this window must be computed once more, but a loop that "
-                "accumulates by hand cannot be given it again: pass gradient_accumulation_steps to "
-                "Accelerator, and put the loop's body into `with accelerator.accumulate(model):`."
+                "accumulates by hand, or has stepped, cannot be given it again: pass "
+                "gradient_accumulation_steps to Accelerator, and put the loop's body into `with "
+                "accelerator.accumulate(model):`."
             )
         return self.failure
 
@@ -665,14 +731,18 @@ class WindowGradient:
         self._has_new_terms = False
         if self.grouping.structure == own:
             return
-        own_groups = {group.keys[0]: group for group in self.sums.groups or []}
-        if self._has_group_sums():
+        if not self._use_structure():
             self.must_repeat = "processes had terms of the loss in other proportions"
-        groups = []
-        for keys in self.grouping.structure:
-            before = own_groups.get(keys[0], Group(keys))
-            groups.append(replace(before, keys=list(keys), ratios={}))
-        self.sums.use_groups(groups)
+        self._add_totals(on_host(self.readings))
+
+
+def _out_of_step() -> ConfigError:
+    """Return the error for ranks of which one finishes a window while others are elsewhere."""
+    return ConfigError(
+        "a process ran accelerator.backward more often in an iteration than another one, so their "
+        "gradients cannot be summed: call it as often on each of them, for example with "
+        "outputs.sum() * 0 for a loss that no sample of a micro-batch has."
+    )
 
 
 def _too_many_groups(names: Sequence[str]) -> ConfigError:

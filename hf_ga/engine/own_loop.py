@@ -142,7 +142,7 @@ class OwnLoop:
                 if self.engine.backend.is_sharded:  # the other ranks cannot go on without this one
                     raise failure from error
                 self.engine.gradient.failure = failure
-            if self.engine.finish(can_repeat=True, keeps_sums=False):
+            if self.engine.finish(can_repeat=True):
                 break
             reason = self.engine.gradient.must_repeat
             logger.info(f"hf_ga: {window.description} is computed again: {reason}.")

@@ -578,7 +578,8 @@ class WindowEngine:
 
     def _note_samples(self, loss: Tensor, readings: Sequence[Reading]) -> None:
         """Note the samples of a counted micro-batch, and how wide it is, once."""
-        if not self.slot.is_counted or self.num_adds > 1:
+        is_noted = self.num_adds > 1 and self.gradient.num_backwards
+        if not self.slot.is_counted or is_noted:
             return
         self.gradient.samples.add(self.slot.micro_batch.positions)
         terms = set()
@@ -802,7 +803,11 @@ class WindowEngine:
         """
         self._weight_check.check()
 
-    def finish(self, *, can_repeat: bool, keeps_sums: bool) -> bool:
+    def note_step(self) -> None:
+        """Note that an optimizer has stepped: weights change."""
+        self._weight_check.restart()
+
+    def finish(self, *, can_repeat: bool, adds: bool = False) -> bool:
         """Finish the window: see `WindowGradient.finish`. Restores the models' buffers if it must
         be computed again.
         """
@@ -838,7 +843,7 @@ class WindowEngine:
             gradient.samples.expect(self._request.positions)
         gradient.computed = self.speed_ups.computed
         gradient.has_compared_widths = self.has_compared_widths
-        is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
+        is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, adds=adds)
         self.looks.follow(gradient)
         if state is not None:
             state.is_width_tried |= gradient.has_compared_widths

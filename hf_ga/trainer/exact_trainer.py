@@ -217,7 +217,7 @@ class TrainerWindow:
         self._run(self.slots[index], step, is_last)
         if not is_last:
             return
-        while not self.engine.finish(can_repeat=True, keeps_sums=False):
+        while not self.engine.finish(can_repeat=True):
             logger.info(f"hf_ga: a window is computed again: {self.engine.gradient.must_repeat}.")
             self._begin_window()
             with preserving_counters(trainer):

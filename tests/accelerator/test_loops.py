@@ -1607,6 +1607,60 @@ def test_calls_of_the_loop(iteration, body, batch_size):
     assert loop.error(Accelerator, batch_size) < CLOSE
 
 
+WINDOW_OF = torch.arange(NUM_SAMPLES) // WINDOW
+
+
+@pytest.mark.parametrize("windows", [{1, 2}, {0, 2}], ids=["later", "not always"])
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_a_second_backward_in_some_windows(batch_size, windows):
+    def iteration(accelerator, model, optimizer, x, y, values, window):
+        accelerator.backward(cross_entropy(model, x, y))
+        if int(window[0]) in windows:
+            accelerator.backward(F.mse_loss(model(x), values))
+
+    def body(model, x, y, values, window):
+        loss = cross_entropy(model, x, y)
+        return loss + F.mse_loss(model(x), values) if int(window[0]) in windows else loss
+
+    loop = Loop(body, iteration=iteration, columns=(X, Y, VALUES, WINDOW_OF))
+    assert loop.error(Accelerator, batch_size) < CLOSE
+
+
+@pytest.mark.parametrize("is_prepared", [True, False], ids=["accelerator", "torch"])
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_clipping_after_fewer_backwards_is_right_or_refused(batch_size, is_prepared):
+    """Only the first sample of each window has a target of the second loss."""
+
+    def iteration(accelerator, model, optimizer, *batch):
+        two_backwards_of_some(accelerator, model, optimizer, *batch)
+        if accelerator.sync_gradients:
+            clip = accelerator.clip_grad_norm_ if is_prepared else nn.utils.clip_grad_norm_
+            clip(model.parameters(), 0.1)
+
+    targets = torch.zeros_like(Y)
+    targets[::WINDOW] = 1
+    loop = Loop(plain, iteration=iteration, columns=(X, targets, VALUES))
+    expected = loop.run(accelerate.Accelerator, WINDOW)
+    try:
+        weights = loop.run(Accelerator, batch_size)
+    except ConfigError as refusal:
+        assert "clip with accelerator.clip_grad_norm_" in str(refusal)
+        assert not is_prepared
+        return
+    assert (weights - expected).norm() < CLOSE * (expected - flat(classifier())).norm()
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_clipping_between_two_backwards_is_refused(batch_size):
+    def iteration(accelerator, model, optimizer, x, y, values):
+        accelerator.backward(cross_entropy(model, x, y))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        accelerator.backward(F.mse_loss(model(x), values))
+
+    with pytest.raises(ConfigError, match="gradients changed between two calls"):
+        Loop(plain, iteration=iteration).run(Accelerator, batch_size)
+
+
 def test_zero_grad_first_in_accelerate():
     """The control."""
     loop = Loop(plain, iteration=zero_grad_first)
@@ -1787,6 +1841,19 @@ class Adversaries:
         self.order = order
 
     def run(self, kind: type, batch_size: int) -> Tensor:
+        accelerator, loader, *prepared = self.prepared(kind, batch_size)
+        for (x,) in loader:
+            with accelerator.accumulate(*self.models):
+                self.iterate(accelerator, x, *prepared)
+        return flat(*self.models)
+
+    def run_by_hand(self, kind: type) -> Tensor:
+        accelerator, loader, *prepared = self.prepared(kind, WINDOW)
+        for (x,) in loader:
+            self.iterate(accelerator, x, *prepared)
+        return flat(*self.models)
+
+    def prepared(self, kind: type, batch_size: int) -> tuple:
         reset_states()
         accelerator = kind(gradient_accumulation_steps=WINDOW // batch_size)
         generator = square()
@@ -1797,29 +1864,31 @@ class Adversaries:
         generator, critic, of_generator, of_critic, loader = accelerator.prepare(
             generator, critic, of_generator, of_critic, loader
         )
-        for (x,) in loader:
-            with accelerator.accumulate(generator, critic):
-                fake = generator(x)
-                if self.order == "in turn":
-                    of_critic.zero_grad()
-                    accelerator.backward(self.loss_of_critic(critic, x, fake))
-                    of_critic.step()
-                    of_generator.zero_grad()
-                    accelerator.backward(F.softplus(-critic(fake)).mean())
-                elif self.order == "zeroed between":
-                    of_generator.zero_grad()
-                    accelerator.backward(F.softplus(-critic(fake)).mean())
-                    of_critic.zero_grad()
-                    accelerator.backward(self.loss_of_critic(critic, x, fake))
-                    of_critic.step()
-                else:
-                    of_generator.zero_grad()
-                    of_critic.zero_grad()
-                    accelerator.backward(F.softplus(-critic(fake)).mean())
-                    accelerator.backward(self.loss_of_critic(critic, x, fake))
-                    of_critic.step()
-                of_generator.step()
-        return flat(generator, critic)
+        self.models = generator, critic
+        return accelerator, loader, generator, critic, of_generator, of_critic
+
+    def iterate(self, accelerator, x, generator, critic, of_generator, of_critic) -> None:
+        fake = generator(x)
+        if self.order == "in turn":
+            of_critic.zero_grad()
+            accelerator.backward(F.softplus(-critic(x)).mean())
+            accelerator.backward(F.softplus(critic(fake.detach())).mean())
+            of_critic.step()
+            of_generator.zero_grad()
+            accelerator.backward(F.softplus(-critic(fake)).mean())
+        elif self.order == "zeroed between":
+            of_generator.zero_grad()
+            accelerator.backward(F.softplus(-critic(fake)).mean())
+            of_critic.zero_grad()
+            accelerator.backward(self.loss_of_critic(critic, x, fake))
+            of_critic.step()
+        else:
+            of_generator.zero_grad()
+            of_critic.zero_grad()
+            accelerator.backward(F.softplus(-critic(fake)).mean())
+            accelerator.backward(self.loss_of_critic(critic, x, fake))
+            of_critic.step()
+        of_generator.step()
 
     @staticmethod
     def loss_of_critic(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
@@ -1829,6 +1898,7 @@ class Adversaries:
 @pytest.mark.parametrize("order", ["in turn", "zeroed between", "together"])
 @pytest.mark.parametrize("batch_size", LAYOUTS)
 def test_adversaries_are_right_or_refused(order, batch_size):
+    """Those in turn are right in windows of one micro-batch, and refused in others."""
     adversaries = Adversaries(order)
     expected = adversaries.run(accelerate.Accelerator, 8)
     try:
@@ -1836,8 +1906,31 @@ def test_adversaries_are_right_or_refused(order, batch_size):
     except ConfigError as refusal:
         assert "optimizer" in str(refusal)
         assert order != "together"
+        assert (order, batch_size) != ("in turn", WINDOW)
+        fresh = flat(square(), seeded(nn.Linear(6, 1)))
+        assert torch.equal(flat(*adversaries.models), fresh)
         return
     assert (weights - expected).norm() < CLOSE * expected.norm()
+
+
+def test_adversaries_in_turn_in_a_plain_loop():
+    adversaries = Adversaries("in turn")
+    expected = adversaries.run_by_hand(accelerate.Accelerator)
+    weights = adversaries.run_by_hand(Accelerator)
+    assert (weights - expected).norm() < CLOSE * expected.norm()
+
+
+def test_adversaries_in_turn_that_accumulate_by_hand_are_refused():
+    """The critic's step ends the window, which has a loss of the generator."""
+    adversaries = Adversaries("together")
+    accelerator, loader, generator, critic, _, of_critic = adversaries.prepared(Accelerator, 8)
+    with pytest.raises(ConfigError, match="came after the optimizer's step"):
+        for number, (x,) in enumerate(loader):
+            fake = generator(x)
+            accelerator.backward(adversaries.loss_of_critic(critic, x, fake) / 2)
+            if number % 2:
+                of_critic.step()
+            accelerator.backward(F.softplus(-critic(fake)).mean() / 2)
 
 
 def train_on_two(kind, batch_size, datasets, repeat=iter):
@@ -1921,6 +2014,7 @@ def by_hand(
     first: int = 1,
     collate: Callable | None = None,
     after: Callable[[Any], None] = lambda optimizer: None,
+    more: tuple[Body, ...] = (),
 ) -> Tensor:
     """Accelerator is told nothing of it; the last window of the epoch is short. `after` is called
     after each iteration.
@@ -1933,7 +2027,8 @@ def by_hand(
     loader = DataLoader(TensorDataset(X, LABELS, VALUES), batch_size, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for number, batch in enumerate(loader):
-        accelerator.backward(body(model, *batch) / steps)
+        for of_batch in (body, *more):
+            accelerator.backward(of_batch(model, *batch) / steps)
         if (number + first) % steps == 0 or number == len(loader) - 1:
             nn.utils.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
@@ -1951,6 +2046,38 @@ def test_accumulation_by_hand(batch_size, body):
     learnt = (expected - flat(classifier())).norm()
     assert (by_hand(Accelerator, batch_size, body) - expected).norm() < CLOSE * learnt
     assert (by_hand(accelerate.Accelerator, batch_size, body) - expected).norm() > FAR * learnt
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_two_backwards_of_a_batch_by_hand(batch_size):
+    def second(model, x, y, values):
+        return F.mse_loss(model(x), values)
+
+    expected = Loop(sum_of_two, columns=(X, LABELS, VALUES)).full_batch()
+    learnt = (expected - flat(classifier())).norm()
+    weights = by_hand(Accelerator, batch_size, more=(second,))
+    assert (weights - expected).norm() < CLOSE * learnt
+
+
+def test_a_plain_loop_that_steps_before_the_backward():
+    """The step is that of the batches before."""
+
+    def weights(kind):
+        reset_states()
+        accelerator = kind()
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        loader = DataLoader(TensorDataset(X[:16], Y[:16]), 2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for number, batch in enumerate(loader):
+            if number and number % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.backward(cross_entropy(model, *batch) / 4)
+        return flat(model)
+
+    expected = weights(accelerate.Accelerator)
+    assert (weights(Accelerator) - expected).norm() < CLOSE * expected.norm()
 
 
 @pytest.mark.parametrize("batch_size", SPLIT)

@@ -99,6 +99,20 @@ def test_a_factor_that_is_drawn_for_each_update_may_be_allowed():
     assert all(isinstance(weights, torch.Tensor) for weights in found), found
 
 
+def test_other_numbers_of_backwards_on_a_rank_are_refused():
+    """In the last micro-batch of a window that is not rehearsed."""
+
+    def iteration(accelerator, model, optimizer, x, window):
+        accelerator.backward(model(x).pow(2).mean())
+        if window[0] == 3 and accelerator.is_main_process:
+            accelerator.backward(F.softplus(model(x)).mean())
+
+    columns = (torch.randn(40, 6), torch.arange(40) // 8)
+    loop = Loop(plain, iteration=iteration, columns=columns)
+    (said,) = for_each({"": partial(loop.run, Accelerator)}, [4]).values()
+    assert all("ran accelerator.backward more often" in str(text) for text in said), said
+
+
 # Their bodies read an attribute of the bare model, which DDP hides.
 NOT_UNDER_DDP = {"in_batch_negatives_by_functional", "a_centre_that_the_loss_keeps"}
 

@@ -185,19 +185,24 @@ def test_num_targets_are_refused():
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "error", "words"),
     [
-        lambda model: torch.rand(1),  # so the forward draws the numbers after it
-        lambda model: model.log_scale.data.add_(1.0),
+        # So the forward draws the numbers after it.
+        (lambda model: torch.rand(1), UnkeyedRandomness, "it is draw 1 of this micro-batch"),
+        (
+            lambda model: model.log_scale.data.add_(1.0),
+            LossNotAdditive,
+            "differs from that in the first pass",
+        ),
     ],
     ids=["a draw", "another weight"],
 )
-def test_other_outputs_than_in_the_first_pass_are_refused(change):
+def test_other_outputs_than_in_the_first_pass_are_refused(change, error, words):
     def changed_before(model, batch):
         change(model)
         return outputs_of(model, batch)
 
-    with pytest.raises(LossNotAdditive, match="differs from that in the first pass"):
+    with pytest.raises(error, match=words):
         loop(changed_before)
 
 

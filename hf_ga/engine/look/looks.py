@@ -164,7 +164,7 @@ class Looks:
         self._forms |= self._looked_at
         self._looked_at = set()
         untried = {form: p for form, p in self._untried.items() if form not in self._forms}
-        is_final = gradient.must_repeat is None and not gradient.must_pad
+        is_final = gradient.must_repeat is None and not gradient.must_pad and self._may_ask
         if not untried or not is_final or self.is_on or self._num_looks == MAX_LOOKS:
             return
         self._num_looks += 1

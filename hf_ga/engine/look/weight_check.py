@@ -105,6 +105,10 @@ class WeightCheck:
         self._sees_modules = sees_modules
         self._parameters = dict(enumerate(parameters))
 
+    def restart(self) -> None:
+        """Forget the norms so far, because an optimizer has stepped."""
+        self._before = []
+
     def seeing_modules(self) -> AbstractContextManager[None]:
         """Return a context, around a micro-batch, in which called modules are noted."""
         return before_all_forwards(self._note_module) if self._sees_modules else nullcontext()

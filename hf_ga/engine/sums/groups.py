@@ -82,7 +82,9 @@ class Grouping:
         self.structure = structure
 
     def add_terms(self, keys: Sequence[TermKey]) -> bool:
-        """Register the terms of a micro-batch. New ones join the first group, unless all are apart.
+        """Register the terms of a loss. New ones join the first group if its first term is among
+        them, otherwise they make one: in another backward, or for other samples. For same bits,
+        each makes one.
 
         Returns:
             Whether there were new ones.
@@ -94,9 +96,10 @@ class Grouping:
         if self.are_apart:
             self.structure += [[key] for key in new]
             return True
-        if not self.structure:
-            self.structure.append([])
-        self.structure[0].extend(new)
+        if self.structure and self.structure[0][0] in keys:
+            self.structure[0].extend(new)
+        else:
+            self.structure.append(new)
         return True
 
     def split(self, group: Group, divisors: Mapping[TermKey, float]) -> None:

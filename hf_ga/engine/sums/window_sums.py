@@ -79,9 +79,31 @@ class WindowSums:
         self.loss = torch.zeros_like(self.loss)
 
     def use_groups(self, groups: list[Group]) -> None:
-        """Use other groups, whose sums are zero."""
+        """Use other groups. Those that were used before keep their sums; those of others are 0."""
+        before = [id(group) for group in self.groups or []]
+        kept = [before.index(id(g)) if id(g) in before else None for g in groups]
+        if len(before) == 1 and len(groups) > 1:  # whose values are told apart from now on
+            self.values = [float(self.loss)]
+        values, buffers, scales = self.values, self._buffers, self._scales
         self.groups = groups
         self._clear_buffers()
+        for index, old in enumerate(kept):
+            if old is not None:
+                self.values[index] = values[old]
+                self._buffers[index] = buffers[old]
+                self._scales[index] = scales[old]
+
+    def has_gradients_of(self, group: Group) -> bool:
+        """Whether a backward of the window has added to the gradients of a group in use."""
+        index = [id(g) for g in self.groups].index(id(group))
+        return any(gradient is not None for gradient in self._buffers[index])
+
+    def unfinished(self) -> Gradients:
+        """Return for each parameter the undivided sum of a group that reaches it, or None."""
+        result: Gradients = [None] * len(self._parameters)
+        for buffer in self._buffers:
+            result = [known if g is None else g for known, g in zip(result, buffer, strict=True)]
+        return result
 
     def _clear_buffers(self) -> None:
         """Set the sums of the groups to zero."""
@@ -438,19 +460,18 @@ class WindowSums:
             self._scales = [self._power_of_two_near(self.groups[0], {})]
             self._buffers = [[parameter.grad for parameter in self._parameters]]
 
-    def mean_gradients(self, *, keeps_sums: bool) -> Gradients:
-        """Return the gradients of the window's mean loss: the sums over all ranks, divided.
-
-        Args:
-            keeps_sums: Whether another backward may follow in this window, which adds to the sums.
+    def mean_gradients(self) -> Gradients:
+        """Return the gradients of the window's mean loss: the sums over all ranks, divided. They
+        may be the sums themselves, to which another backward of the window may still add.
         """
         result: Gradients = [None] * len(self._parameters)
         averages_over = self.backend.averages_over
         groups = self.groups or []
-        for group, buffer, scale in zip(groups, self._buffers, self._scales, strict=True):
-            factor = scale / group.total if group.total else 0.0
-            _add_scaled(result, buffer, factor * averages_over, in_place=not keeps_sums)
-        _add_scaled(result, self._parts, averages_over, in_place=not keeps_sums)
+        for index, (group, buffer) in enumerate(zip(groups, self._buffers, strict=True)):
+            factor = self._scales[index] / group.total if group.total else 0.0
+            _add_scaled(result, buffer, factor * averages_over)
+            self._scales[index] = group.total / averages_over
+        _add_scaled(result, self._parts, averages_over)
         if self._chunks is not None or self.backend.num_processes == 1:
             return result
         return self._summed_over_replicas(result)
@@ -471,18 +492,14 @@ def set_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> N
         parameter.grad = gradient
 
 
-def _add_scaled(result: Gradients, buffer: Gradients, factor: float, *, in_place: bool) -> None:
-    """Add the gradients of a group, times a factor, to the result."""
+def _add_scaled(result: Gradients, buffer: Gradients, factor: float) -> None:
+    """Multiply the gradients of a group by a factor, and add them to the result."""
     reached = [index for index, gradient in enumerate(buffer) if gradient is not None]
     gradients = [buffer[index] for index in reached]
     if not gradients:
         return
-    if in_place:
-        torch._foreach_mul_(gradients, factor)
-        scaled = gradients
-    else:
-        scaled = torch._foreach_mul(gradients, factor)
-    for index, gradient in zip(reached, scaled, strict=True):
+    torch._foreach_mul_(gradients, factor)
+    for index, gradient in zip(reached, gradients, strict=True):
         result[index] = gradient if result[index] is None else result[index] + gradient
 
 
