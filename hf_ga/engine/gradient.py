@@ -121,7 +121,7 @@ class WindowGradient:
         self._has_new_terms = False
         self._factors: dict[TermKey, float] = {}  # of this rank's terms, at the window's end
         self.earlier: Gradients = [p.grad for p in self.parameters]
-        self._shown: Gradients | None = None
+        self._shown: list[tuple[Tensor, int] | None] | None = None  # (gradient, its version)
 
     @property
     def backend(self) -> Backend:
@@ -268,14 +268,15 @@ class WindowGradient:
             gradients: The gradients of the mean so far.
             times: What they are multiplied by.
         """
-        shown: Gradients = []
+        shown: list[tuple[Tensor, int] | None] = []
         multiples = [None if gradient is None else gradient * times for gradient in gradients]
         for parameter, gradient, earlier in zip(
             self.parameters, self._after_hooks(multiples), self.earlier, strict=True
         ):
             if gradient is not None:
                 parameter.grad = gradient if earlier is None else earlier + gradient
-            shown.append(parameter.grad)
+            of_parameter = parameter.grad
+            shown.append(None if of_parameter is None else (of_parameter, of_parameter._version))
         self._shown = shown
 
     def begin_again_if_zeroed(self) -> None:
@@ -286,7 +287,7 @@ class WindowGradient:
             self.earlier = now
             return
         pairs = [(a, b) for a, b in zip(now, self._shown, strict=True) if b is not None]
-        if pairs and all(a is None or not bool(a.any()) for a, _ in pairs):
+        if pairs and all(a is None or _is_zeroed(a, *b) for a, b in pairs):
             self.begin()
 
     def _terms_to_group(self, readings: Sequence[Reading]) -> list[Reading]:
@@ -402,7 +403,8 @@ class WindowGradient:
         """Return the gradient of the mean loss of the micro-batches so far, summed over all ranks,
         for a loop that accumulates by hand. A collective.
         """
-        readings = self._checked_readings(is_padded)
+        has_one_width = self.backend.num_processes == 1 and len(set(self.widths)) == 1
+        readings = self._checked_readings(is_padded or has_one_width)
         self._add_totals(readings)
         self._agree_on_groups(can_repeat=False)
         return self.sums.mean_gradients(keeps_sums=True)
@@ -428,7 +430,8 @@ class WindowGradient:
             of_group = [r for r in readings if r.is_counted and r.key == group.keys[0]]
             group.divisors = [self.checks.true_divisor(reading) for reading in of_group]
             group.total = math.fsum(group.divisors)
-            group.num_samples = sum(reading.num_samples for reading in of_group)
+            known = [reading for reading in of_group if not self.checks.is_unknown(reading)]
+            group.num_samples = sum(reading.num_samples for reading in known)
             group.counts_samples = (False, False)
             if of_group:
                 group.counts_samples = self.checks.may_count_samples(of_group[0])
@@ -673,6 +676,12 @@ class WindowGradient:
             before = own_groups.get(keys[0], Group(keys))
             groups.append(replace(before, keys=list(keys), ratios={}))
         self.sums.use_groups(groups)
+
+
+def _is_zeroed(gradient: Tensor, shown: Tensor, version: int) -> bool:
+    """Whether a gradient was set to 0 since it was shown; it may have been 0 there."""
+    is_changed = gradient is not shown or gradient._version != version
+    return is_changed and not bool(gradient.any())
 
 
 def _too_many_groups(names: Sequence[str]) -> ConfigError:

@@ -432,6 +432,18 @@ def plus_eps(model, x, y, values):
 
 
 @exact()
+def raised_to_1_times_the_dims(model, x, y, values):
+    """A micro-batch without a target divides by what one would add to the divisor."""
+    squares = (model(x) - values).square() * (y > 0)[:, None]
+    return squares.sum() / ((y > 0).sum().clamp(min=1) * 3)
+
+
+@exact()
+def raised_to_1_over_10(model, x, y, values):
+    return raised_to_1(model, x, y, values) / 10
+
+
+@exact()
 def a_sum_over_some_divided_by_all(model, x, y, values):
     """A micro-batch without a chosen sample divides by its samples all the same."""
     return over(len)(model, x, y, values)
@@ -1869,6 +1881,7 @@ def by_hand(
     body: Body = plain,
     build: Callable[[], nn.Module] = classifier,
     first: int = 1,
+    labels: Tensor = LABELS,
 ) -> Tensor:
     """Accelerator is told nothing of it; the last window of the epoch is short."""
     reset_states()
@@ -1876,7 +1889,7 @@ def by_hand(
     accelerator = kind()
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    loader = DataLoader(TensorDataset(X, LABELS, VALUES), batch_size)
+    loader = DataLoader(TensorDataset(X, labels, VALUES), batch_size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for number, batch in enumerate(loader):
         accelerator.backward(body(model, *batch) / steps)
@@ -1896,6 +1909,32 @@ def test_accumulation_by_hand(batch_size, body):
     learnt = (expected - flat(classifier())).norm()
     assert (by_hand(Accelerator, batch_size, body) - expected).norm() < CLOSE * learnt
     assert (by_hand(accelerate.Accelerator, batch_size, body) - expected).norm() > FAR * learnt
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+@pytest.mark.parametrize("body", [raised_to_1, plus_eps, a_mean_of_some_over_all])
+def test_masked_means_by_hand(batch_size, body):
+    """Of micro-batches without a target, one is the first of its window."""
+    expected = Loop(body).full_batch()
+    learnt = (expected - flat(classifier())).norm()
+    found = by_hand(Accelerator, batch_size, body, labels=Y)
+    assert (found - expected).norm() < CLOSE * learnt
+
+
+def test_a_masked_mean_of_single_samples_by_hand_is_refused():
+    """A sample without a target divides by k, as if divided by samples; all others have one."""
+    labels = torch.ones_like(Y)
+    labels[13] = 0
+    with pytest.raises(LossNotAdditive, match="of samples or a constant"):
+        by_hand(Accelerator, 1, raised_to_1, labels=labels)
+
+
+def test_a_constant_divisor_of_as_many_targets_in_all_micro_batches_is_refused():
+    labels = torch.zeros_like(Y)
+    labels[::WINDOW] = 1
+    loop = Loop(over(lambda chosen: 100), columns=(X, labels, VALUES))
+    with pytest.raises(LossNotAdditive, match="of samples or a constant"):
+        loop.run(Accelerator, 2)
 
 
 @pytest.mark.parametrize("batch_size", SPLIT)
@@ -1930,7 +1969,8 @@ def normalised_by_hand(model, x, y, values):
 )
 @pytest.mark.parametrize("batch_size", SPLIT)
 def test_accumulation_by_hand_that_depends_on_the_split_is_refused(batch_size, body, build):
-    with pytest.raises(HfGaError):
+    words = "a constant" if body is constant_divisor_by_hand else "(other|over) samples"
+    with pytest.raises(HfGaError, match=words):
         by_hand(Accelerator, batch_size, body, build)
 
 
