@@ -1949,6 +1949,27 @@ def test_accumulation_by_hand_from_step_0(batch_size):
         by_hand(Accelerator, batch_size, first=0)
 
 
+def sum_of_sums_over_samples(model, x, y, values):
+    """The loss of a variational autoencoder."""
+    outputs = model(x)
+    return (F.mse_loss(outputs, values, reduction="sum") - 0.5 * (1 + outputs).sum()) / len(x)
+
+
+def mean_of_three(model, x, y, values):
+    outputs = model(x)
+    return sum(F.mse_loss(scale * outputs, values) for scale in (1.0, 2.0, 3.0)) / 3
+
+
+@pytest.mark.parametrize("body", [sum_of_sums_over_samples, mean_of_three])
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_a_sum_that_is_divided_to_be_a_mean_is_no_accumulation(body, batch_size):
+    expected = Loop(body).full_batch()
+    learnt = (expected - flat(classifier())).norm()
+    found = by_hand(Accelerator, batch_size, body, labels=Y)
+    assert (found - expected).norm() < CLOSE * learnt
+    assert Loop(body).error(Accelerator, batch_size) < CLOSE
+
+
 def constant_divisor_by_hand(model, x, y, values):
     return cross_entropy(model, x, y, reduction="sum") / 100
 
