@@ -78,8 +78,8 @@ class ByHand:
         raise ConfigError(
             f"the optimizer steps after {number} backwards whose losses are divided by {parts}: "
             f"the update is {number / parts:g} times that of the full batch. Divide the mean loss "
-            f"by {number}; or pass gradient_accumulation_steps={number} to Accelerator, and put the "
-            "loop's body into `with accelerator.accumulate(model):`."
+            f"by {number}; or pass gradient_accumulation_steps={number} to Accelerator, and put "
+            "the loop's body into `with accelerator.accumulate(model):`."
         )
 
     def note_step(self) -> None:
