@@ -55,6 +55,9 @@ class WindowGradient:
             If terms in other proportions cannot be valued apart (sums that the loop wrote itself),
             it is the mean of the micro-batches' losses, weighted by the first one's divisors.
         must_repeat: Why the window must be computed once more, or None.
+        is_misread: Whether that is because its terms were read in a way that will change.
+        has_other_keys: Whether its terms, but not their number, are other ones because of speed-ups
+            that were given up.
         must_pad: Whether it must be padded to its longest sample then.
         must_look: Whether it must be computed with a rehearsal then: its loss has a new form, or
             `must_try_widths`.
@@ -106,6 +109,8 @@ class WindowGradient:
         self._switched_off: list[Reading] = []
         self.failure: Exception | None = None
         self.must_repeat: str | None = None
+        self.is_misread = False
+        self.has_other_keys = False
         self.must_pad = False
         self.must_look = False
         self.must_try_widths = False
@@ -167,7 +172,7 @@ class WindowGradient:
             with_switched_off=True,
         )
         if self.stack_sizes.num_changed != num_changed and self.num_backwards:
-            self.must_repeat = "what the loss stacks was found to be no losses of samples"
+            self.repeat_misread("what the loss stacks was found to be no losses of samples")
         keys = self._keys_of(terms)
         return [
             Reading(
@@ -278,6 +283,11 @@ class WindowGradient:
             of_parameter = parameter.grad
             shown.append(None if of_parameter is None else (of_parameter, of_parameter._version))
         self._shown = shown
+
+    def repeat_misread(self, reason: str) -> None:
+        """Let the window be computed once more, because its terms will be read in another way."""
+        self.must_repeat = reason
+        self.is_misread = True
 
     def begin_again_if_zeroed(self) -> None:
         """Begin a window by hand again if the loop has set the gradients that `show` set to zero,
@@ -654,7 +664,7 @@ class WindowGradient:
         for of_rank in self.backend.gather_objects(own):
             known = {own_keys[name]: pairs for name, pairs in of_rank.items() if name in own_keys}
             if self.stack_sizes.merge(known):
-                self.must_repeat = "what the loss stacks was found to be no losses of samples"
+                self.repeat_misread("what the loss stacks was found to be no losses of samples")
         self._num_merged_pairs = self.stack_sizes.num_pairs
 
     def _merge_same_terms(self) -> None:

@@ -832,10 +832,10 @@ class WindowEngine:
             gradient.must_repeat = "it was tried with a rehearsal"
             gradient.withdraw()
             is_done = False
-        if is_done:
-            self.looks.forget_attempts()
-        else:
+        if not is_done:
             self.restore_buffers()
+        if is_done or gradient.is_misread:
+            self.looks.forget_attempts()
         if state is None:
             return is_done
         if gradient.must_pad:

@@ -41,6 +41,8 @@ class MicroBatchTerms:
         is_tried: Whether one of them is rehearsed.
         names: The terms in words.
         is_keyed: Whether no draw was torch's own, which may be others in another attempt.
+        number: How many terms were read, of which two may have one key if `has_keys` is not so.
+        has_keys: Whether the terms were read without speed-ups that were given up.
     """
 
     kind: Hashable
@@ -48,6 +50,8 @@ class MicroBatchTerms:
     is_tried: bool
     names: dict[TermKey, str] = field(default_factory=dict)
     is_keyed: bool = True
+    number: int = 0
+    has_keys: bool = True
 
     @property
     def keys(self) -> Set[TermKey]:
@@ -77,7 +81,6 @@ class Looks:
         self._looked_at: set[Hashable] = set()  # those that the current look is for
         self._terms_of_kind: dict[Hashable, set[TermKey]] = {}  # of batches, in all windows so far
         self._attempted: dict[tuple[int, ...], MicroBatchTerms] = {}  # in this window's attempts
-        self._num_stacks = 0  # that were seen when these terms were read
         self._forget_window()
 
     def _forget_window(self) -> None:
@@ -130,6 +133,7 @@ class Looks:
         terms = self._terms_of.setdefault(int(positions[0]), new)
         terms.names.update((reading.key, reading.name) for reading in readings)
         terms.is_keyed &= is_keyed
+        terms.number += len(readings)
         for reading in readings if self._may_ask else ():
             form = (kind, reading.key, form_of(loss) if reading.term is None else None)
             if is_tried:
@@ -167,14 +171,16 @@ class Looks:
         Raises:
             LossNotAdditive: If one has another one.
         """
-        if self._num_stacks != gradient.stack_sizes.num_pairs:  # may be read in another way
-            self._num_stacks = gradient.stack_sizes.num_pairs
-            self._attempted = {}
+        if gradient.is_misread:
+            return
         key_of = gradient.same_terms.key_of
         for now in self._terms_of.values():
             before = self._attempted.setdefault(tuple(now.positions.tolist()), now)
+            now.has_keys = not gradient.has_other_keys
             names = {key_of(key): name for key, name in (before.names | now.names).items()}
             changed = set(map(key_of, before.keys)) ^ set(map(key_of, now.keys))
+            if not (before.has_keys and now.has_keys) and before.number == now.number:
+                continue
             if changed and before.is_keyed and now.is_keyed:
                 raise LossNotAdditive(
                     f"{min(names[key] for key in changed)}: a micro-batch of the window had this "
@@ -185,7 +191,7 @@ class Looks:
                 )
 
     def forget_attempts(self) -> None:
-        """Forget the terms of a window, which is not computed again."""
+        """Forget the terms of a window that is not computed again, or whose terms were misread."""
         self._attempted = {}
 
     def _note_missing_terms(self, rehearsal: Rehearsal | None) -> None:
