@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hf_ga.accelerator.misuse import division_by_number, is_sum_of_terms
+from hf_ga.accelerator.misuse import division_by_number, num_terms
 from hf_ga.errors import ConfigError
 
 
@@ -40,7 +40,8 @@ class ByHand:
         self._num_backwards += is_new or not self._num_backwards
         if not self._is_mean_of_terms:
             self.num_parts = division_by_number(loss) or 1
-        self._may_be_mean_of_terms = self.num_parts == 2 and is_sum_of_terms(loss)
+        number = 1 if self.num_parts == 1 else num_terms(loss)
+        self._may_be_mean_of_terms = number > 1 and self.num_parts in (2, number)
 
     @property
     def has_begun(self) -> bool:
@@ -82,9 +83,9 @@ class ByHand:
             )
         raise ConfigError(
             f"the optimizer steps after {number} backwards whose losses are divided by {parts}: "
-            f"the update is {number / parts:g} times that of the full batch. Divide the loss by "
-            f"{number}; or pass gradient_accumulation_steps={number} to Accelerator, and put the "
-            "loop's body into `with accelerator.accumulate(model):`."
+            f"the update is {number / parts:g} times that of the full batch. Divide the mean loss "
+            f"by {number}; or pass gradient_accumulation_steps={number} to Accelerator, and put "
+            "the loop's body into `with accelerator.accumulate(model):`."
         )
 
     def note_step(self) -> None:

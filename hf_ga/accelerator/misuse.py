@@ -18,6 +18,14 @@ ACCUMULATE_REMEDY = (
 )
 
 MULTIPLES = ("NegBackward0", "MulBackward0", "MulBackward1")
+ADDITIONS = (
+    "AddBackward0",
+    "AddBackward1",
+    "RsubBackward0",
+    "RsubBackward1",
+    "SubBackward0",
+    "SubBackward1",
+)
 
 
 def division_by_number(loss: Tensor) -> int | None:
@@ -32,8 +40,7 @@ def division_by_number(loss: Tensor) -> int | None:
     divided = node.next_functions[0][0]
     if divided is None or isinstance(divisor, Tensor):
         return None
-    is_divided_sum = is_sum(divided) and not is_multiple(divided, 0)  # outputs.sum() * 0 is no sum
-    if is_divided_sum or divisor < 2 or not divisor.is_integer():
+    if is_sum(divided) or divisor < 2 or not divisor.is_integer():
         return None
     return int(divisor)
 
@@ -50,17 +57,37 @@ def is_multiple(node: Node | None, value: int) -> bool:
 
 
 def is_sum(node: Node) -> bool:
-    """Whether a node is a sum over elements, or a multiple of one, also by a trained weight."""
+    """Whether a node adds up nothing but sums over elements, or multiples of them, also by a
+    trained weight. What is multiplied by 0 is none: it stands for a loss without targets.
+    """
+    terms = [term for term in added(node) if not is_multiple(term, 0)]
+    return bool(terms) and all(map(_is_one_sum, terms))
+
+
+def _is_one_sum(node: Node) -> bool:
+    """Whether a node that is no addition is such a sum."""
     if node.name() in MULTIPLES:
         return any(is_sum(child) for child, _ in inputs(node))
     reduction = reduction_of(node)
     return reduction is not None and reduction.divisor is None
 
 
-def is_sum_of_terms(loss: Tensor) -> bool:
-    """Whether a divided loss is the sum of several ones, as (a + b) / 2 is."""
-    divided = loss.grad_fn.next_functions[0][0]
-    return divided.name() == "AddBackward0" and all(node for node, _ in divided.next_functions)
+def added(node: Node) -> list[Node]:
+    """Return what a node adds up: the node alone if it is no addition."""
+    waiting = [node]
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if node.name() in ADDITIONS:
+            waiting += [child for child, _ in inputs(node)]
+        else:
+            found.append(node)
+    return found
+
+
+def num_terms(loss: Tensor) -> int:
+    """Return how many losses a divided one is the sum of: 2 for (a + b) / 2."""
+    return len(added(loss.grad_fn.next_functions[0][0]))
 
 
 def backward_after_step() -> ConfigError:
@@ -166,7 +193,7 @@ def check_undivided(loss: Tensor, num_steps: int) -> None:
     """
     if num_steps < 2 or division_by_number(loss) != num_steps:
         return
-    if num_steps == 2 and is_sum_of_terms(loss):
+    if num_steps == 2 and num_terms(loss) > 1:
         return
     raise ConfigError(
         f"the loss is divided by {num_steps}, the gradient accumulation steps, but the window's "

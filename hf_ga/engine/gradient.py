@@ -56,6 +56,9 @@ class WindowGradient:
             If terms in other proportions cannot be valued apart (sums that the loop wrote itself),
             it is the mean of the micro-batches' losses, weighted by the first one's divisors.
         must_repeat: Why the window must be computed once more, or None.
+        is_misread: Whether that is because its terms were read in a way that will change.
+        has_other_keys: Whether its terms, but not their number, are other ones because of speed-ups
+            that were given up.
         must_pad: Whether it must be padded to its longest sample then.
         must_look: Whether it must be computed with a rehearsal then: its loss has a new form, or
             `must_try_widths`.
@@ -109,6 +112,8 @@ class WindowGradient:
         self._switched_off: list[Reading] = []
         self.failure: Exception | None = None
         self.must_repeat: str | None = None
+        self.is_misread = False
+        self.has_other_keys = False
         self.must_pad = False
         self.must_look = False
         self.must_try_widths = False
@@ -124,8 +129,7 @@ class WindowGradient:
         self._has_new_terms = False
         self._factors: dict[TermKey, float] = {}  # of this rank's terms, at the window's end
         self.earlier: Gradients = [p.grad for p in self.parameters]
-        self._shown: Gradients | None = None
-        self._versions: list[int] = []  # of what is shown
+        self._shown: list[tuple[Tensor, int] | None] | None = None  # (gradient, its version)
 
     @property
     def backend(self) -> Backend:
@@ -171,7 +175,7 @@ class WindowGradient:
             with_switched_off=True,
         )
         if self.stack_sizes.num_changed != num_changed and self.num_backwards:
-            self.must_repeat = "what the loss stacks was found to be no losses of samples"
+            self.repeat_misread("what the loss stacks was found to be no losses of samples")
         keys = self._keys_of(terms)
         return [
             Reading(
@@ -294,8 +298,7 @@ class WindowGradient:
 
     def _note_shown(self, gradients: Gradients) -> None:
         """Remember what `.grad` is now, where it is not None."""
-        self._shown = gradients
-        self._versions = [0 if gradient is None else gradient._version for gradient in gradients]
+        self._shown = [None if g is None else (g, g._version) for g in gradients]
 
     @property
     def is_shown(self) -> bool:
@@ -306,13 +309,14 @@ class WindowGradient:
         """Whether the loop has changed `.grad` since it was last set in this window."""
         if self._shown is None or self.backend.is_sharded:
             return False
-        return any(
-            gradient is not None
-            and (parameter.grad is not gradient or gradient._version != version)
-            for parameter, gradient, version in zip(
-                self.parameters, self._shown, self._versions, strict=True
-            )
-        )
+        now = [parameter.grad for parameter in self.parameters]
+        pairs = [(a, b) for a, b in zip(now, self._shown, strict=True) if b is not None]
+        return any(a is not shown or shown._version != version for a, (shown, version) in pairs)
+
+    def repeat_misread(self, reason: str) -> None:
+        """Let the window be computed once more, because its terms will be read in another way."""
+        self.must_repeat = reason
+        self.is_misread = True
 
     def begin_again_if_zeroed(self) -> None:
         """Begin a window by hand again if the loop has set the gradients that `show` set to zero,
@@ -322,7 +326,7 @@ class WindowGradient:
             self.earlier = now
             return
         pairs = [(a, b) for a, b in zip(now, self._shown, strict=True) if b is not None]
-        if pairs and all(a is None or not bool(a.any()) for a, _ in pairs):
+        if pairs and all(a is None or _is_zeroed(a, *b) for a, b in pairs):
             self.begin()
 
     def _terms_to_group(self, readings: Sequence[Reading]) -> list[Reading]:
@@ -464,7 +468,8 @@ class WindowGradient:
         """Return the gradient of the mean loss of the micro-batches so far, summed over all ranks,
         for a loop that accumulates by hand. A collective.
         """
-        readings = self._checked_readings(is_padded)
+        has_one_width = self.backend.num_processes == 1 and len(set(self.widths)) == 1
+        readings = self._checked_readings(is_padded or has_one_width)
         self._add_totals(readings)
         self._agree_on_groups(can_repeat=False)
         return self.sums.mean_gradients()
@@ -490,7 +495,8 @@ class WindowGradient:
             of_group = [r for r in readings if r.is_counted and r.key == group.keys[0]]
             group.divisors = [self.checks.true_divisor(reading) for reading in of_group]
             group.total = math.fsum(group.divisors)
-            group.num_samples = sum(reading.num_samples for reading in of_group)
+            known = [reading for reading in of_group if not self.checks.is_unknown(reading)]
+            group.num_samples = sum(reading.num_samples for reading in known)
             group.counts_samples = (False, False)
             if of_group:
                 group.counts_samples = self.checks.may_count_samples(of_group[0])
@@ -717,7 +723,7 @@ class WindowGradient:
         for of_rank in self.backend.gather_objects(own):
             known = {own_keys[name]: pairs for name, pairs in of_rank.items() if name in own_keys}
             if self.stack_sizes.merge(known):
-                self.must_repeat = "what the loss stacks was found to be no losses of samples"
+                self.repeat_misread("what the loss stacks was found to be no losses of samples")
         self._num_merged_pairs = self.stack_sizes.num_pairs
 
     def _merge_same_terms(self) -> None:
@@ -743,6 +749,12 @@ def _out_of_step() -> ConfigError:
         "gradients cannot be summed: call it as often on each of them, for example with "
         "outputs.sum() * 0 for a loss that no sample of a micro-batch has."
     )
+
+
+def _is_zeroed(gradient: Tensor, shown: Tensor, version: int) -> bool:
+    """Whether a gradient was set to 0 since it was shown; it may have been 0 there."""
+    is_changed = gradient is not shown or gradient._version != version
+    return is_changed and not bool(gradient.any())
 
 
 def _too_many_groups(names: Sequence[str]) -> ConfigError:

@@ -386,6 +386,7 @@ class SpeedUps:
         """Use no speed-ups from now on."""
         if self._current:
             self._gradient.must_repeat = f"speed-ups were used, but {reason}"
+            self._gradient.has_other_keys = True
         self._leave_out([*self.used, *self._untried], reason)
 
     def _leave_out_sharded(self, models: Sequence[nn.Module]) -> None:

@@ -519,7 +519,7 @@ class WindowEngine:
             if self._router.counts_padding and not self._request.pad_to_window:
                 self.gradient.must_pad = True
                 self.gradient.needs_padding = True
-        self.looks.note(loss, readings, slot)
+        self.looks.note(loss, readings, slot, is_keyed=not self._has_unkeyed())
         self._note_samples(loss, readings)
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
@@ -620,6 +620,12 @@ class WindowEngine:
             "Accelerator(allow_split_dependent_randomness=True)."
         )
 
+    def _has_unkeyed(self) -> bool:
+        """Return whether a draw of the micro-batch cannot be tied to samples, as allowed."""
+        if not self.draws.allow_unkeyed:
+            return False
+        return self.draws.has_unkeyed or bool(moved_generators(self._random_states))
+
     def _warn_of_unkeyed(self) -> None:
         """Warn once that draws that cannot be tied to samples leave no rehearsal."""
         if self._has_warned:
@@ -650,7 +656,7 @@ class WindowEngine:
         """Record the samples of a rehearsal, or compare those of the window with it: refuse a
         gradient of a sample that differs in other company.
         """
-        if self.draws.has_unkeyed or moved_generators(self._random_states):
+        if self._has_unkeyed():
             self._warn_of_unkeyed()
             self.drop_rehearsal()  # it does not repeat them
             return
@@ -827,6 +833,7 @@ class WindowEngine:
             )
         try:
             self.check_weights()
+            self.looks.check_attempts(self.gradient)
             if self._router is not None:
                 self._router.check_window()
         except HfGaError as error:  # of this rank: all ranks finish
@@ -863,6 +870,8 @@ class WindowEngine:
             is_done = False
         if not is_done:
             self.restore_buffers()
+        if is_done or gradient.is_misread:
+            self.looks.forget_attempts()
         if state is None:
             return is_done
         if gradient.must_pad:

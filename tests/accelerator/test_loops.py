@@ -436,6 +436,18 @@ def plus_eps(model, x, y, values):
 
 
 @exact()
+def raised_to_1_times_the_dims(model, x, y, values):
+    """A micro-batch without a target divides by what one would add to the divisor."""
+    squares = (model(x) - values).square() * (y > 0)[:, None]
+    return squares.sum() / ((y > 0).sum().clamp(min=1) * 3)
+
+
+@exact()
+def raised_to_1_over_3(model, x, y, values):
+    return raised_to_1(model, x, y, values) / 3
+
+
+@exact()
 def a_sum_over_some_divided_by_all(model, x, y, values):
     """A micro-batch without a chosen sample divides by its samples all the same."""
     return over(len)(model, x, y, values)
@@ -2015,6 +2027,7 @@ def by_hand(
     collate: Callable | None = None,
     after: Callable[[Any], None] = lambda optimizer: None,
     more: tuple[Body, ...] = (),
+    labels: Tensor = LABELS,
 ) -> Tensor:
     """Accelerator is told nothing of it; the last window of the epoch is short. `after` is called
     after each iteration.
@@ -2024,11 +2037,12 @@ def by_hand(
     accelerator = kind()
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    loader = DataLoader(TensorDataset(X, LABELS, VALUES), batch_size, collate_fn=collate)
+    loader = DataLoader(TensorDataset(X, labels, VALUES), batch_size, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for number, batch in enumerate(loader):
         for of_batch in (body, *more):
-            accelerator.backward(of_batch(model, *batch) / steps)
+            loss = of_batch(model, *batch)
+            accelerator.backward(loss if steps == 1 else loss / steps)
         if (number + first) % steps == 0 or number == len(loader) - 1:
             nn.utils.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
@@ -2097,6 +2111,35 @@ def test_a_random_collate_function_of_an_accumulation_by_hand_is_refused(batch_s
 
 
 @pytest.mark.parametrize("batch_size", SPLIT)
+@pytest.mark.parametrize("body", [raised_to_1, plus_eps, a_mean_of_some_over_all])
+def test_masked_means_by_hand(batch_size, body):
+    """Of micro-batches without a target, one is the first that counts in its window."""
+    labels = Y.clone()
+    labels[WINDOW : 2 * WINDOW - 1] = 0
+    labels[2 * WINDOW - 1] = 1
+    expected = Loop(body, columns=(X, labels, VALUES)).full_batch()
+    learnt = (expected - flat(classifier())).norm()
+    found = by_hand(Accelerator, batch_size, body, labels=labels)
+    assert (found - expected).norm() < CLOSE * learnt
+
+
+def test_a_masked_mean_of_single_samples_by_hand_is_refused():
+    """A sample without a target divides by k, as if divided by samples; all others have one."""
+    labels = torch.ones_like(Y)
+    labels[13] = 0
+    with pytest.raises(LossNotAdditive, match="of samples or a constant"):
+        by_hand(Accelerator, 1, raised_to_1, labels=labels)
+
+
+def test_a_constant_divisor_of_as_many_targets_in_all_micro_batches_is_refused():
+    labels = torch.zeros_like(Y)
+    labels[::WINDOW] = 1
+    loop = Loop(over(lambda chosen: 100), columns=(X, labels, VALUES))
+    with pytest.raises(LossNotAdditive, match="of samples or a constant"):
+        loop.run(Accelerator, 2)
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
 def test_accumulation_by_hand_from_step_0(batch_size):
     """`step % k == 0`: the first update is that of one micro-batch."""
     steps = WINDOW // batch_size
@@ -2122,6 +2165,27 @@ def test_a_schedule_that_steps_in_each_iteration_by_hand_is_refused():
     by_hand(Accelerator, WINDOW, after=after)
 
 
+def sum_of_sums_over_samples(model, x, y, values):
+    """The loss of a variational autoencoder."""
+    outputs = model(x)
+    return (F.mse_loss(outputs, values, reduction="sum") - 0.5 * (1 + outputs).sum()) / len(x)
+
+
+def mean_of_three(model, x, y, values):
+    outputs = model(x)
+    return sum(F.mse_loss(scale * outputs, values) for scale in (1.0, 2.0, 3.0)) / 3
+
+
+@pytest.mark.parametrize("body", [sum_of_sums_over_samples, mean_of_three])
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_a_sum_that_is_divided_to_be_a_mean_is_no_accumulation(body, batch_size):
+    expected = Loop(body).full_batch()
+    learnt = (expected - flat(classifier())).norm()
+    found = by_hand(Accelerator, batch_size, body, labels=Y)
+    assert (found - expected).norm() < CLOSE * learnt
+    assert Loop(body).error(Accelerator, batch_size) < CLOSE
+
+
 def constant_divisor_by_hand(model, x, y, values):
     return cross_entropy(model, x, y, reduction="sum") / 100
 
@@ -2142,7 +2206,8 @@ def normalised_by_hand(model, x, y, values):
 )
 @pytest.mark.parametrize("batch_size", SPLIT)
 def test_accumulation_by_hand_that_depends_on_the_split_is_refused(batch_size, body, build):
-    with pytest.raises(HfGaError):
+    words = "a constant" if body is constant_divisor_by_hand else "(other|over) samples"
+    with pytest.raises(HfGaError, match=words):
         by_hand(Accelerator, batch_size, body, build)
 
 

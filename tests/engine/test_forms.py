@@ -3,6 +3,9 @@
 Each test has its control: without looks the window is accepted, and its gradient is wrong.
 """
 
+import itertools
+import random
+
 import helpers as h
 import pytest
 import torch
@@ -119,6 +122,31 @@ def test_a_loss_of_a_new_form_stops_its_window_before_the_update(name, monkeypat
     assert all(map(torch.equal, model.parameters(), clean.parameters())), "it changed weights"
     options = {"loss_fn": loss_fn, "looks": False, "monkeypatch": monkeypatch}
     assert train(points(64, **LARGE), Head(own), **options) == 8, "control"
+
+
+def term_of_call(number, draw=lambda: None):
+    """A mean that only one call of the loss adds: one of the sixth window."""
+    calls = itertools.count()
+
+    def loss(logits, labels, x):
+        draw()
+        terms = [F.cross_entropy(logits, labels), logits.square().mean()]
+        return sum(terms if next(calls) == number else terms[:1])
+
+    return loss
+
+
+@pytest.mark.parametrize("call", [13, 14])
+def test_a_term_that_follows_a_count_of_calls_is_refused(call, monkeypatch):
+    """The look does not have it, so nothing in it contradicts."""
+    with pytest.raises(LossNotAdditive, match=r"by what it counts.*sync_gradients"):
+        train(points(64), Head(term_of_call(call)), monkeypatch=monkeypatch)
+
+
+def test_a_term_that_is_drawn_as_allowed_is_accepted(monkeypatch):
+    model = Head(term_of_call(13, draw=random.random))
+    options = {"allow_split_dependent_randomness": True, "monkeypatch": monkeypatch}
+    assert train(points(64), model, **options) == 8
 
 
 def test_a_new_form_that_is_right_is_computed_three_times(monkeypatch):

@@ -2,6 +2,7 @@
 with the same gradients as without them, and not elsewhere.
 """
 
+import itertools
 from collections import Counter
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,6 +19,7 @@ from hf_ga import Accelerator, ExactTrainer
 from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine import speed_ups
+from hf_ga.errors import LossNotAdditive
 from hf_ga.rows.packed_tokens import PackedMasks, PackedTokens
 from hf_ga.speed.lean_forward import LeanForward
 from hf_ga.speed.speed_up import SpeedUp
@@ -201,6 +203,18 @@ def loss_of_logits(model, batch, index):
     """Of all positions, also those of the padding."""
     logits = model(**batch).logits
     return logits.square().mean((1, 2)).mean()
+
+
+def test_a_term_of_one_call_is_refused_where_it_ends_the_speed_ups(monkeypatch):
+    """Which read the keys of that attempt."""
+    calls = itertools.count()
+
+    def loss_of(model, batch, index):
+        is_lazy = next(calls) == NUM_WINDOWS * WINDOW // MICRO_BATCH - 2
+        return (loss_of_hidden_states if is_lazy else own_loss)(model, batch, index)
+
+    with pytest.raises(LossNotAdditive, match="by what it counts"):
+        train(CASES["GPT-2"], monkeypatch, loss_of)
 
 
 @pytest.mark.parametrize("loss_of", [loss_of_hidden_states, two_forwards, loss_of_logits])

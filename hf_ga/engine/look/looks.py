@@ -5,8 +5,8 @@ in one padded width only.
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from hf_ga.engine.look.recorder import widths_of
 from hf_ga.engine.look.rehearsal import Rehearsal
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.errors import LossNotAdditive
 from hf_ga.loading.batches import structure_of
 from hf_ga.logs import get_logger
 
@@ -30,7 +31,7 @@ NUM_FORM_NODES = 24  # of the graph of a loss, that are compared with those of a
 NO_POSITIONS = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MicroBatchTerms:
     """The terms of a micro-batch's losses.
 
@@ -38,13 +39,24 @@ class MicroBatchTerms:
         kind: What its batch has.
         positions: Its samples.
         is_tried: Whether one of them is rehearsed.
-        keys: The terms.
+        names: The terms in words.
+        is_keyed: Whether no draw was torch's own, which may be others in another attempt.
+        number: How many terms were read, of which two may have one key if `has_keys` is not so.
+        has_keys: Whether the terms were read without speed-ups that were given up.
     """
 
     kind: Hashable
     positions: np.ndarray
     is_tried: bool
-    keys: set[TermKey]
+    names: dict[TermKey, str] = field(default_factory=dict)
+    is_keyed: bool = True
+    number: int = 0
+    has_keys: bool = True
+
+    @property
+    def keys(self) -> Set[TermKey]:
+        """The terms."""
+        return self.names.keys()
 
 
 class Looks:
@@ -68,6 +80,7 @@ class Looks:
         self._forms: set[Hashable] = set()  # of losses that were tried
         self._looked_at: set[Hashable] = set()  # those that the current look is for
         self._terms_of_kind: dict[Hashable, set[TermKey]] = {}  # of batches, in all windows so far
+        self._attempted: dict[tuple[int, ...], MicroBatchTerms] = {}  # in this window's attempts
         self._forget_window()
 
     def _forget_window(self) -> None:
@@ -93,9 +106,17 @@ class Looks:
         """Whether a sample at one of these positions is rehearsed in this window."""
         return not self._rehearsed_positions.isdisjoint(positions)
 
-    def note(self, loss: Tensor, readings: Sequence[Reading], slot: Slot) -> None:
+    def note(
+        self, loss: Tensor, readings: Sequence[Reading], slot: Slot, *, is_keyed: bool
+    ) -> None:
         """Note the form of a loss: its terms, the nodes before a sum, the kind of its batch. It is
         tried if a sample of its micro-batch is rehearsed.
+
+        Args:
+            loss: The loss.
+            readings: Its terms.
+            slot: Its micro-batch.
+            is_keyed: Whether no draw of the micro-batch so far was torch's own.
         """
         positions = slot.micro_batch.positions
         if slot.is_rehearsal:
@@ -108,8 +129,11 @@ class Looks:
         for key in keys:
             self._first_positions.setdefault(key, int(positions[0]))
         self._terms_of_kind.setdefault(kind, set()).update(keys)
-        terms = MicroBatchTerms(kind, positions, is_tried, set())
-        self._terms_of.setdefault(int(positions[0]), terms).keys.update(keys)
+        new = MicroBatchTerms(kind, positions, is_tried)
+        terms = self._terms_of.setdefault(int(positions[0]), new)
+        terms.names.update((reading.key, reading.name) for reading in readings)
+        terms.is_keyed &= is_keyed
+        terms.number += len(readings)
         for reading in readings if self._may_ask else ():
             form = (kind, reading.key, form_of(loss) if reading.term is None else None)
             if is_tried:
@@ -137,6 +161,39 @@ class Looks:
         """
         return any(self._terms_of_kind[t.kind] - t.keys for t in self._terms_of.values())
 
+    def check_attempts(self, gradient: WindowGradient) -> None:
+        """Check, at a window's end, that its micro-batches have the terms that they had in its
+        earlier attempts.
+
+        Args:
+            gradient: The window's gradient.
+
+        Raises:
+            LossNotAdditive: If one has another one.
+        """
+        if gradient.is_misread:
+            return
+        key_of = gradient.same_terms.key_of
+        for now in self._terms_of.values():
+            before = self._attempted.setdefault(tuple(now.positions.tolist()), now)
+            now.has_keys = not gradient.has_other_keys
+            names = {key_of(key): name for key, name in (before.names | now.names).items()}
+            changed = set(map(key_of, before.keys)) ^ set(map(key_of, now.keys))
+            if not (before.has_keys and now.has_keys) and before.number == now.number:
+                continue
+            if changed and before.is_keyed and now.is_keyed:
+                raise LossNotAdditive(
+                    f"{min(names[key] for key in changed)}: a micro-batch of the window had this "
+                    "term of the loss when it was computed once, but not when it was computed once "
+                    "more, so the loop adds it, or passes num_targets, by what it counts, and not "
+                    "by the samples. Count updates (below `if accelerator.sync_gradients:`), not "
+                    "iterations, of which some windows have more."
+                )
+
+    def forget_attempts(self) -> None:
+        """Forget the terms of a window that is not computed again, or whose terms were misread."""
+        self._attempted = {}
+
     def _note_missing_terms(self, rehearsal: Rehearsal | None) -> None:
         """Note which terms micro-batches of the window lack that others with such a batch have:
         none of their samples may have a part of it, or the loop may have left them out.
@@ -147,7 +204,7 @@ class Looks:
                 untried = [form for form in forms if form not in self._forms]
                 if not untried:
                     continue
-                if terms.is_tried and rehearsal.has_term(key):
+                if terms.is_tried and rehearsal is not None and rehearsal.has_term(key):
                     self._forms.add(untried[0])
                 else:
                     self._untried.setdefault(untried[0], terms.positions)

@@ -117,11 +117,11 @@ def _terms_of(loop: OwnLoop) -> tuple[str, ...]:
         return ("whole_batch, of all samples of a window",)
     if loop.loss_fn is not None:
         return ("loss_fn, the sum over its number of targets",)
-    followed = loop.engine.gradient.checks.followed
+    checks = loop.engine.gradient.checks
     names: dict[str, None] = {}
     for reading in loop.engine.gradient.readings:
         name = reading.name.split(", factor")[0]
-        kinds = " or ".join(sorted(followed.get(reading.key, ())))
+        kinds = " or ".join(sorted(checks.follows(reading.key)))
         names[f"{name} over {kinds}" if kinds else name] = None
     return tuple(names)
 

@@ -27,12 +27,13 @@ RELATIVE_ROUNDING = 1e-5  # of sums that are computed in float32
 BY_TARGETS = "targets"
 BY_NONZERO = "targets with a weight"
 BY_SAMPLES = "samples"
+BY_NOTHING = "nothing"  # a constant
 NO_SUCH_FACTOR = (
     "the full batch has no such factor. Change a factor between optimizer steps only (count "
     "updates, below `if accelerator.sync_gradients:`, not iterations); if it is a share of "
     "targets, divide a sum by the number that it stands for, or pass num_targets."
 )
-ALL_KINDS = {BY_TARGETS, BY_NONZERO, BY_SAMPLES}
+ALL_KINDS = {BY_TARGETS, BY_NONZERO, BY_SAMPLES, BY_NOTHING}
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,13 @@ class DivisorChecks:
         self.compares_rehearsal = True
         self._has_warned = False
 
+    def follows(self, key: TermKey) -> set[str]:
+        """Return what the divisor of a term, which is trusted, may be proportional to."""
+        return self.followed.get(key, set()) - {BY_NOTHING}
+
     def true_divisor(self, reading: Reading) -> float:
         """Return what a reading on the host adds to the divisor of the window."""
-        if self.followed.get(reading.key) == {BY_SAMPLES}:
+        if self.follows(reading.key) == {BY_SAMPLES}:
             return float(reading.divisor)  # of samples, also where their weights are 0
         return true_divisor(reading)
 
@@ -165,13 +170,20 @@ class DivisorChecks:
         """Return whether a term divides a sum by the number of samples, also of micro-batches that
         lack it (`if chosen.any(): loss += losses[chosen].sum() / len(x)`), and whether it does not.
 
-        Both are False if it is unknown, as in micro-batches all of whose samples are targets.
+        Both are False if it is unknown, as in micro-batches all of whose samples are targets, or
+        which have as many targets each and may divide by a constant.
         """
         term = reading.term
         if term is None or term.is_penalty or term.node_divides or reading.key not in self.followed:
             return False, True
-        followed = self.followed[reading.key]
-        return followed == {BY_SAMPLES}, BY_SAMPLES not in followed
+        counts_samples = self.follows(reading.key) == {BY_SAMPLES}
+        return counts_samples, self.followed[reading.key].isdisjoint({BY_SAMPLES, BY_NOTHING})
+
+    def is_unknown(self, reading: Reading) -> bool:
+        """Whether a term has no targets in a micro-batch, and it is unknown whether it divides by
+        their number, raised from 0, by that of samples, or by a constant.
+        """
+        return is_empty(reading) and self.may_count_samples(reading) == (False, False)
 
     def check(
         self,
@@ -209,9 +221,8 @@ class DivisorChecks:
                 continue
             possible = _proportional_to(of_term)
             known = self.followed.get(key, ALL_KINDS)
-            if possible & known:
+            if possible & known - {BY_NOTHING}:
                 self.followed[key] = possible & known
-                _check_known(of_term, possible & known)
                 trusted.append(of_term)
             else:
                 untrusted.append(of_term)
@@ -310,15 +321,15 @@ def squared_differences(sums: tuple[float, float, float]) -> float:
 
 
 def unknown_share(name: str) -> LossNotAdditive:
-    """Return the error for a divided sum that some micro-batches lack.
+    """Return the error for a divided sum that some micro-batches lack, or have no targets of.
 
     Args:
         name: The term in words.
     """
     return LossNotAdditive(
-        f"{name}: some micro-batches lack this sum, and where it is, it divides by the number of "
-        "samples, which is also that of targets, so it cannot be known whether the full batch "
-        "divides by the samples of all micro-batches. Let each micro-batch have the sum, which may "
+        f"{name}: some micro-batches lack this sum or have no target of it, and in the others it "
+        "divides by what may be the number of targets, that of samples or a constant, so it cannot "
+        "be known what the full batch divides by. Let larger micro-batches have the sum, which may "
         "be 0 (without the condition, an empty sum is), or pass the sum and its number of targets: "
         "accelerator.backward(sum, num_targets=n)."
     )
@@ -354,40 +365,33 @@ def _check_class_weights(readings: Sequence[Reading]) -> None:
             )
 
 
-def _check_known(readings: Sequence[Reading], followed: set[str]) -> None:
-    """Check that the divisor of each micro-batch whose weights are all 0 is known: 1 for one sample
-    may be the number of samples, or that of targets raised to 1.
-    """
-    if (
-        BY_SAMPLES not in followed
-        or len(followed) == 1
-        or sum(reading.is_counted for reading in readings) == 1
-    ):
-        return
-    if any(is_empty(r) and r.num_samples == 1 and r.divisor == 1 for r in readings):
-        raise LossNotAdditive(
-            f"{readings[0].name}: a micro-batch of one sample without a target divides by 1, which "
-            "may be its number of samples, or its number of targets that was raised to 1. Use "
-            "larger micro-batches, or pass the sum and its number of targets: "
-            "accelerator.backward(sum, num_targets=n)."
-        )
-
-
 def _proportional_to(readings: Sequence[Reading]) -> set[str]:
     """Return what the divisors of a term are proportional to in the micro-batches of a window."""
     possible = set()
-    if _have_one_ratio([(r.divisor, r.num_samples) for r in readings]):
+    if _follows([(r.num_samples, r.divisor) for r in readings]):
         possible.add(BY_SAMPLES)
+    if _have_one_ratio([(r.divisor, 1.0) for r in readings]) and not any(map(_is_number, readings)):
+        possible.add(BY_NOTHING)
     if readings[0].term.is_shape_divisor or not _grows(readings):
         return possible
-    if not all(reading.divisor <= 1 for reading in readings if is_empty(reading)):
-        return possible  # not a number of targets that was raised to 1
     with_targets = [reading for reading in readings if not is_empty(reading)]
+    smallest = min((reading.divisor for reading in with_targets), default=math.inf)
+    raised = [reading.divisor for reading in readings if is_empty(reading)]
+    # To that of one target (`clamp(min=1)`), or to a constant below it (`k + eps`).
+    is_constant = _have_one_ratio([(divisor, 1.0) for divisor in raised])
+    if not is_constant or max(raised, default=0.0) > smallest * (1 + RELATIVE_ROUNDING):
+        return possible
     if _follows([(reading.divisor, reading.count) for reading in with_targets]):
         possible.add(BY_TARGETS)
     if _follows([(reading.divisor, reading.num_nonzero) for reading in with_targets]):
         possible.add(BY_NONZERO)
     return possible
+
+
+def _is_number(reading: Reading) -> bool:
+    """Whether a divisor is the number of targets itself, so hardly a constant."""
+    numbers = [n for n in (reading.count, reading.num_nonzero) if n is not None]
+    return any(math.isclose(reading.divisor, n, rel_tol=RELATIVE_ROUNDING) for n in numbers)
 
 
 def _follows(pairs: Sequence[tuple[float, float | None]]) -> bool:

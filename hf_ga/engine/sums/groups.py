@@ -21,7 +21,8 @@ class Group:
         ratios: For each term, its divisor over the first term's, in this window.
         divisors: The first term's divisors in the micro-batches of this rank.
         total: Their sum; at the window's end over all ranks.
-        num_samples: Number of samples of the micro-batches of this rank that have the first term.
+        num_samples: Number of samples of the micro-batches of this rank that have the first term,
+            and of which it is known what it divides by.
         counts_samples: Whether its divisor is of samples, and whether it is not.
     """
 
