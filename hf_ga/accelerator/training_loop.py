@@ -134,6 +134,7 @@ class TrainingLoop:
         self._has_stepped = False  # an optimizer, after a backward of this micro-batch
         self._is_stage = False  # the window, after a step on its only micro-batch
         self._earlier: list[Tensor | None] = []  # gradients, when the loader's window began
+        self._num_empty = 0  # windows without a target
         self._has_warned = False  # of terms that micro-batches lack
         self._has_warned_of_iterations = False  # beside the loop's own
         self._has_tried_collate = False  # whether it draws
@@ -668,6 +669,7 @@ class TrainingLoop:
             self._whole_batch.add_direct_gradients()
         self.is_complete = True
         self.loss = gradient.loss
+        self._warn_of_empty_windows()
 
     def _check_no_late_parameters(self) -> None:
         """Check that no parameter needs a gradient now that did not when the window began: it would
@@ -762,6 +764,17 @@ class TrainingLoop:
                 "hf_ga: it was not tried whether padding changes the loss of a sample, as those "
                 "rehearsed so far had one width: pad all batches to one length, or put the loop's "
                 "body into `with accelerator.accumulate(model):`, and leave the division out."
+            )
+
+    def _warn_of_empty_windows(self) -> None:
+        """Warn once if no window so far has a target, as of losses over pairs of a batch, which
+        micro-batches of one sample never have.
+        """
+        self._num_empty += not self.engine.gradient.num_targets
+        if self._num_empty == self.num_windows + 1 == NUM_FIRST_WINDOWS:
+            logger.warning(
+                f"hf_ga: the first {NUM_FIRST_WINDOWS} windows have no target, so nothing was "
+                "updated: check the labels. A loss over pairs of samples needs whole_batch."
             )
 
     def _warn_of_followers(self) -> None:

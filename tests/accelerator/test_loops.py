@@ -2349,6 +2349,25 @@ def test_parameters_that_are_switched_on_after_the_first_windows_are_refused(bat
         Loop(plain, iteration=unfreeze, columns=columns).run(Accelerator, batch_size)
 
 
+def test_windows_without_a_target_are_told(caplog):
+    """Micro-batches of one sample have no pairs; the labels of all samples differ."""
+
+    def pairs_of_one_class(model, x, y, values):
+        logits = model(x)
+        first, second = torch.triu_indices(len(y), len(y), 1)
+        is_pair = y[first] == y[second]
+        distances = (logits[first] - logits[second]).square().sum(1)
+        return distances[is_pair].mean() if is_pair.any() else logits.sum() * 0
+
+    columns = (X, torch.arange(NUM_SAMPLES), VALUES)
+    before = flat(classifier())
+    assert torch.equal(Loop(pairs_of_one_class, columns=columns).run(Accelerator, 1), before)
+    assert "the first 3 windows have no target" in caplog.text
+    caplog.clear()
+    Loop(plain).run(Accelerator, 1)
+    assert "have no target" not in caplog.text
+
+
 def test_an_error_of_the_loop_in_a_rehearsal_says_how_many_samples_it_got():
     """It may have made a tensor for the loader's batch size."""
     offsets = torch.zeros(2, 1)
