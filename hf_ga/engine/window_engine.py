@@ -582,11 +582,8 @@ class WindowEngine:
         if not self.slot.is_counted or is_noted:
             return
         self.gradient.samples.add(self.slot.micro_batch.positions)
-        terms = set()
-        # A loss of 0 may have no gradient. To read it waits for the device.
-        if self.gradient.tries_widths and bool(loss.detach() != 0):
-            terms = data_terms(readings)
-        self.gradient.widths.append(self.looks.note_width(self.slot, terms))
+        terms = data_terms(readings) if self.gradient.tries_widths else set()
+        self.gradient.widths.append(self.looks.note_width(self.slot, terms, loss))
 
     def _part_of_router(self) -> Tensor | None:
         """Return what the micro-batch adds to the window's balancing loss of a mixture of experts;

@@ -5,7 +5,7 @@ in one padded width only.
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,8 @@ class Looks:
         self._terms_of: dict[int, MicroBatchTerms] = {}  # of its micro-batches
         self._rehearsed_positions: set[int] = set()
         self._first_positions: dict[TermKey, int] = {}  # of a sample with each term
-        self._narrowest: dict[TermKey, tuple[float, np.ndarray]] = {}  # (width, positions)
+        # (width, positions, terms, loss) of its micro-batches.
+        self._losses: list[tuple[float, np.ndarray, Set[TermKey], Tensor]] = []
 
     def begin_window(self, *, is_rehearsed: bool, may_ask: bool) -> None:
         """Begin a window, or begin it again.
@@ -141,18 +142,26 @@ class Looks:
             elif form not in self._forms:
                 self._untried.setdefault(form, positions)
 
-    def note_width(self, slot: Slot, terms: Iterable[TermKey]) -> float:
+    def note_width(self, slot: Slot, terms: Set[TermKey], loss: Tensor) -> float:
         """Note how wide a micro-batch is, and return the number of elements of one sample.
 
         Args:
             slot: The micro-batch.
             terms: The terms of its loss of which its samples can show whether padding matters.
+            loss: The loss. If it is 0, it may have no gradient, which shows nothing.
         """
         width = float(sum(size.numel() for size in widths_of(slot.micro_batch.batch)))
-        for term in terms:
-            if term not in self._narrowest or width < self._narrowest[term][0]:
-                self._narrowest[term] = (width, slot.micro_batch.positions)
+        if terms:
+            self._losses.append((width, slot.micro_batch.positions, terms, loss.detach()))
         return width
+
+    def _narrowest(self) -> list[np.ndarray]:
+        """Return the positions of the narrowest micro-batch with each term. Waits for the loss."""
+        narrowest: dict[TermKey, np.ndarray] = {}
+        for _, positions, terms, loss in sorted(self._losses, key=lambda noted: noted[0]):
+            if bool(loss != 0):
+                narrowest = dict.fromkeys(terms, positions) | narrowest
+        return list(narrowest.values())
 
     @property
     def lacks_terms(self) -> bool:
@@ -245,7 +254,7 @@ class Looks:
         self.is_due |= gradient.must_look
         if gradient.must_try_widths:
             self._tries_widths = True
-            narrowest = [_first_half(positions) for _, positions in self._narrowest.values()]
+            narrowest = [_first_half(positions) for positions in self._narrowest()]
             self.positions = np.concatenate(narrowest) if narrowest else self.positions
         if gradient.undecided is not None:
             of_ranks = gradient.backend.gather_objects(self._first_positions)
