@@ -371,6 +371,8 @@ class TrainingLoop:
         """Whether the window that has just ended must be computed once more."""
         reason = self.engine.gradient.must_repeat
         if not self._is_planned or reason is None:
+            if self._is_planned:
+                self._warn_of_empty_windows()
             self.num_windows += 1
             return False
         logger.info(f"hf_ga: a window is computed once more: {reason}.")
@@ -669,7 +671,6 @@ class TrainingLoop:
             self._whole_batch.add_direct_gradients()
         self.is_complete = True
         self.loss = gradient.loss
-        self._warn_of_empty_windows()
 
     def _check_no_late_parameters(self) -> None:
         """Check that no parameter needs a gradient now that did not when the window began: it would
