@@ -7,6 +7,7 @@ sample where the loss depends on the padded width.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +68,8 @@ class OwnLoop:
         self.whole_batch = whole_batch
         self._loss_sums = None if loss_fn is None else LossSums(loss_fn)
         self._whole_batch = None if whole_batch is None else WholeBatch(engine, whole_batch)
+        self._configs = transformers_configs(model)
+        self._accepted = argument_filter(model)  # the entries of a batch that its forward takes
         self._slots: list[Slot] = []
         self._rehearsal: Slot | None = None
         engine.splits_where_memory_runs_out = True
@@ -103,11 +106,10 @@ class OwnLoop:
             Exception: Any other exception of this rank, such as one from the model's forward.
         """
         parameters = trainable_parameters([self.model], [])
-        configs = transformers_configs(self.model)
         for retries in itertools.count():
             try:
-                with fresh_gradients(parameters), without_cache(configs):
-                    self._compute(window)
+                with fresh_gradients(parameters), without_cache(self._configs):
+                    self._compute(window, parameters)
                     gradient = self.engine.gradient
                     is_empty = not gradient.num_targets
                     if is_empty:  # gradients of 0 would let an optimizer decay weights
@@ -126,14 +128,15 @@ class OwnLoop:
             # Only here, as the traceback keeps the tensors of the failed try until then.
             clear_device_cache(garbage_collection=True)
 
-    def _compute(self, window: Window) -> None:
+    def _compute(self, window: Window, parameters: Sequence[nn.Parameter]) -> None:
         """Compute the gradient of a window, again if it must be padded or keyed otherwise."""
         if self.engine.backend.is_sharded and not window.state.is_width_tried:
             # Nothing is rehearsed here, so it is not known whether the padded width matters.
             window.state.pad_to_window = True
         while True:
-            window = self._planned(window)
-            self._begin(window)
+            is_due = self.engine.is_rehearsal_due(number_of(window), [self.model])
+            window = self._planned(window, is_rehearsed=is_due)
+            self._begin(window, parameters, is_due=is_due)
             self._run_first_pass(window)
             try:
                 self._run(window)
@@ -146,10 +149,11 @@ class OwnLoop:
                 break
             reason = self.engine.gradient.must_repeat
             logger.info(f"hf_ga: {window.description} is computed again: {reason}.")
+            parameters = trainable_parameters([self.model], [])
         if self._whole_batch is not None:
             self._whole_batch.add_direct_gradients()
 
-    def _planned(self, window: Window) -> Window:
+    def _planned(self, window: Window, *, is_rehearsed: bool) -> Window:
         """Return a window in the micro-batches that are computed. Raises errors of the collate
         function on all ranks.
         """
@@ -160,8 +164,7 @@ class OwnLoop:
             with self.engine.backend.failing_on_all_ranks():
                 window = window.padded_to_window()
         # Where samples are rehearsed, padding is computed.
-        is_due = self.engine.is_rehearsal_due(number_of(window), [self.model])
-        computed = Computed.PADDED if is_due else window.state.computed
+        computed = Computed.PADDED if is_rehearsed else window.state.computed
         if not window.is_planned_for(computed):
             with self.engine.backend.failing_on_all_ranks():
                 window = window.planned_for(computed)
@@ -189,10 +192,11 @@ class OwnLoop:
         counted = [slot for slot in slots if slot.is_counted]  # forwards are no collectives
         return counted or slots[:1]
 
-    def _begin(self, window: Window) -> None:
-        """Begin a window in the engine, or begin it again."""
+    def _begin(self, window: Window, parameters: Sequence[nn.Parameter], *, is_due: bool) -> None:
+        """Begin a window in the engine, or begin it again, with a rehearsal if one is due."""
         engine = self.engine
         num_processes = engine.backend.num_processes
+        self._accepted = argument_filter(self.model)
         self._slots = self._plan_slots(window)
         self._rehearsal = None
         # A loss of a whole window compares samples on purpose, and the full batch has one company.
@@ -200,7 +204,7 @@ class OwnLoop:
         looks = looks and engine.can_rehearse()
         number = number_of(window)
         engine.looks.is_due |= looks and not is_rehearsed(number) and not engine.has_rehearsed
-        if looks and engine.is_rehearsal_due(number, [self.model]):
+        if looks and (is_due or engine.looks.is_due):
             with engine.backend.failing_on_all_ranks():
                 rehearsal = extra_rehearsal(
                     window,
@@ -211,7 +215,7 @@ class OwnLoop:
                 self._rehearsal = _within_limit(rehearsal, window)
         engine.begin_window(
             [self.model],
-            trainable_parameters([self.model], []),
+            parameters,
             num_slots=len(self._slots),
             is_rehearsed=self._rehearsal is not None,
             is_full_batch=self._is_full_batch(window),
@@ -294,7 +298,7 @@ class OwnLoop:
         with self.engine.micro_batch(slot, window.request):
             batch = backend.place(slot.micro_batch.batch)
             with backend.autocast():
-                outputs = callable_module(self.model)(**argument_filter(self.model)(batch))
+                outputs = callable_module(self.model)(**self._accepted(batch))
                 loss, number = self._loss(outputs, batch, index)
             outputs = None  # the graph is freed by the backward, and they would keep logits
             self.engine.add(loss, number, is_last=index == len(self._slots) - 1)

@@ -148,7 +148,7 @@ class StateCheck:
         ]
         for buffer in self._buffers:
             self._first_buffers.setdefault((buffer.module, buffer.name), buffer)
-        self._attributes = plain_attributes(module)
+        self._attributes = plain_attributes(module.modules())
         self._restore = snapshot_state(module)
         self._mark = self._draws.mark()
 
@@ -187,7 +187,7 @@ class StateCheck:
         # Counts of forwards say nothing by themselves.
         values = [buffer.path for buffer in buffers if buffer.value.is_floating_point()]
         if self._depends_on_state(module, args, kwargs, outputs):
-            paths = [*values, *attributes] or [buffer.path for buffer in buffers]
+            paths = [*values, *sorted(attributes)] or [buffer.path for buffer in buffers]
             raise LossNotAdditive(
                 f"what a forward of {type(module).__name__} leaves in "
                 f"{', '.join(paths[:NUM_NAMES])} changes what the next one returns, and a window "

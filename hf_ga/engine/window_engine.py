@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ga.draws.dropout.masks import sample_keys, window_key
@@ -932,8 +932,10 @@ def trainable_parameters(
     Those of FSDP2 are shards. A forward without a backward (an evaluation) leaves whole parameters
     in the place of some, which the optimizer does not know: shard them again.
     """
-    for unit in (unit for model in models for unit in fsdp2_units(model)):
-        unit.reshard()
+    for model in models:
+        if isinstance(model, FSDPModule):
+            for unit in fsdp2_units(model):
+                unit.reshard()
     parameters = [p for model in models for p in model.parameters()]
     for optimizer in optimizers:
         parameters += [p for group in optimizer.param_groups for p in group["params"]]

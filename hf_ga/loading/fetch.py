@@ -150,14 +150,10 @@ class Fetcher:
         """Collate each micro-batch separately. None if the collate function draws random numbers,
         as its result would then depend on the split of the window.
         """
-        batches = []
-        for offsets in request.micro_batches:
-            samples = self.samples(request, offsets)
-            states_before = random_states()
-            batches.append(as_batch(self.collate_fn(samples)))
-            if moved_generators(states_before):
-                return None
-        return batches
+        samples = [self.samples(request, offsets) for offsets in request.micro_batches]
+        states_before = random_states()
+        batches = [as_batch(self.collate_fn(of_micro_batch)) for of_micro_batch in samples]
+        return None if moved_generators(states_before) else batches
 
     def _collate_window_and_split(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Collate the window into one batch, and take the rows of each micro-batch: all have one

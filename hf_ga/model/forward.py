@@ -5,7 +5,7 @@ state of a model around a forward: training modes, buffers, gradients and torch.
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from hf_ga.model.precision import at_least_float32
 
 # Modules that wrap a model or its layers after a trial of its loss.
 WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, CheckpointWrapper)
+OF_TORCH = frozenset(vars(nn.Module()))  # attributes that torch gives each module
 PLAIN_TYPES = frozenset([bool, int, float, str, tuple, type(None), torch.Size, Tensor])
 Batch = Mapping[str, Any]  # the arguments of the forward, by name
 # (outputs of the model, batch) -> (sum of the loss over its targets, number of targets)
@@ -196,11 +197,17 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
     them, or their forward was replaced by `torch.compile(forward)`, or they are the wrapper that
     `torch.compile(module)` returns. Hooks and some speed-ups do not work inside them.
     """
-    is_module_compiled = model._compiled_call_impl is not None
-    is_forward_compiled = hasattr(model.forward, "_torchdynamo_orig_callable")
-    if is_module_compiled or is_forward_compiled or hasattr(model, "_orig_mod"):
-        return [model]
-    return [found for child in model.children() for found in compiled_modules(child)]
+    found = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        is_module_compiled = module._compiled_call_impl is not None
+        is_forward_compiled = hasattr(module.forward, "_torchdynamo_orig_callable")
+        if is_module_compiled or is_forward_compiled or hasattr(module, "_orig_mod"):
+            found.append(module)
+        else:
+            waiting.extend(child for child in module._modules.values() if child is not None)
+    return found
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -308,13 +315,14 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
         model: The model.
         with_attributes: Whether to restore attributes, those that the loop sets included.
     """
+    modules = list(model.modules())
     saved = [
         (module, name, buffer, buffer.clone())
-        for module in model.modules()
+        for module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    attributes = plain_attributes(model) if with_attributes else []
+    attributes = plain_attributes(modules) if with_attributes else []
 
     def restore() -> None:
         """Restore what the model held when `snapshot_state` was called."""
@@ -329,16 +337,16 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
     return restore
 
 
-def plain_attributes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+def plain_attributes(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
     """Return (module, name, value) of attributes that are numbers, texts or tensors; without those
-    of wrappers, the modules' modes, and outputs of a forward, which are no state.
+    of wrappers, torch's own, and outputs of a forward, which are no state.
     """
     return [
         (module, name, value)
-        for module in model.modules()
+        for module in modules
         if not isinstance(module, WRAPPERS)
-        for name, value in vars(module).items()
-        if type(value) in PLAIN_TYPES and name != "training"
+        for name in vars(module).keys() - OF_TORCH
+        if type(value := vars(module)[name]) in PLAIN_TYPES
         if not isinstance(value, Tensor) or value.grad_fn is None
     ]
 

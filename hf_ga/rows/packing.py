@@ -65,7 +65,10 @@ class Packing(SpeedUp):
         self._min_padding_ratio = MIN_PADDING_RATIO  # above which a micro-batch is packed
         self._is_on_trial = False  # whether the packing is tried
         self.tried_sides: set[str] = set()
-        # The real tokens of this micro-batch. None if it is not packed.
+        self._call: Call | None = None  # the micro-batch, and what is known of it:
+        self._tokens_of_call: PackedTokens | None = None
+        self._samples_of_call: PackedSamples | None = None
+        # Its real tokens while its layers run. None if it is not packed.
         self._tokens: PackedTokens | None = None
         self._was_packed = False  # whether any micro-batch was packed so far
         self._is_in_attention = False  # whether attention of padded samples runs
@@ -119,7 +122,7 @@ class Packing(SpeedUp):
 
         Records on which sides the trial's samples are padded.
         """
-        return override(self, _min_padding_ratio=1.0, _is_on_trial=True)
+        return override(self, _min_padding_ratio=1.0, _is_on_trial=True, _call=None)
 
     def verdict(self) -> str | None:
         """After the trial of this speed-up, return why it packed nothing; None if it did."""
@@ -151,17 +154,22 @@ class Packing(SpeedUp):
         Then this object draws the dropout masks of packed tokens.
         """
         self._packed_arguments.clear()
-        device = call.keys.device
-        self._tokens = _tokens_to_pack(call, self._padding_ratio_to_exceed(device))
-        if self._tokens is not None and self._rows is not None:
-            self._was_packed = True
-            samples = self._samples_for_kernel(call)
-            self._attention.start_micro_batch(samples)
-            self._rows.begin(call, self._tokens, samples)
-        elif self._tokens is not None:
-            self._was_packed = True
+        if call is not self._call:  # not in its backward, which may run layers again
+            self._call = call
+            ratio = self._padding_ratio_to_exceed(call.keys.device)
+            self._tokens_of_call = _tokens_to_pack(call, ratio)
+            self._samples_of_call = None
+            if self._tokens_of_call is not None:
+                self._samples_of_call = self._samples_for_kernel(call)
+        self._tokens = self._tokens_of_call
+        if self._tokens is None:
+            return
+        self._was_packed = True
+        self._attention.start_micro_batch(self._samples_of_call)
+        if self._rows is not None:
+            self._rows.begin(call, self._tokens, self._samples_of_call)
+        else:
             self._packed_masks = PackedMasks(self._tokens, call.keys)
-            self._attention.start_micro_batch(self._samples_for_kernel(call))
             self._dropout.mask_source = self
 
     @contextmanager
@@ -371,8 +379,11 @@ class Packing(SpeedUp):
         if "position_ids" in options:
             options["position_ids"] = None  # of packed tokens; the mask already separates samples
         padded = [tokens.unpack(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
-        with override(self, _is_in_attention=True):
+        self._is_in_attention = True
+        try:
             output, *_ = original(module, *padded, attention_mask, **options)
+        finally:
+            self._is_in_attention = False
         return tokens.pack(output), None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.model.forward import compiled_modules
@@ -32,7 +32,6 @@ from hf_ga.speed.speed_up import SpeedUp
 TensorFunction = Callable[[Tensor], Tensor]
 TRIAL_ROWS_PER_CHUNK = 3
 # Modules whose parameters are gathered for a forward, and sharded again after it.
-FSDP_CLASSES = (FullyShardedDataParallel, FSDPModule)
 
 
 class ChunkedLoss(SpeedUp):
@@ -82,10 +81,11 @@ class ChunkedLoss(SpeedUp):
             return
         if any(layer in root.modules() for root in compiled_modules(self._model)):
             return
-        for unit in self._model.modules():
-            is_inner_unit = isinstance(unit, FSDP_CLASSES) and unit is not self._model
-            if is_inner_unit and layer in unit.modules():
-                return
+        if isinstance(self._model, FSDPModule):
+            for unit in self._model.modules():
+                is_inner_unit = isinstance(unit, FSDPModule) and unit is not self._model
+                if is_inner_unit and layer in unit.modules():
+                    return
         self.output_layer = layer
 
     def trial(self) -> AbstractContextManager[None]:

@@ -337,9 +337,9 @@ def layer_of(model):
 def test_layers_that_are_left_alone(monkeypatch):
     model = h.bert_masked_lm()
     assert layer_of(model) is model.cls.predictions.decoder
-    monkeypatch.setattr(lazy_logits, "FSDP_CLASSES", (tf.BertForMaskedLM,))
+    monkeypatch.setattr(lazy_logits, "FSDPModule", tf.BertForMaskedLM)
     assert layer_of(model) is not None, "the root has its parameters until the end of its forward"
-    monkeypatch.setattr(lazy_logits, "FSDP_CLASSES", (type(model.cls),))
+    monkeypatch.setattr(lazy_logits, "FSDPModule", (tf.BertForMaskedLM, type(model.cls)))
     assert layer_of(model) is None, "FSDP shards it again before the loss"
     model = h.gpt2()
     assert layer_of(model) is model.lm_head

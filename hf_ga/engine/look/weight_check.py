@@ -4,11 +4,10 @@ The full batch has one iteration: a clamp, a decay, or a teacher that follows th
 average would do in each one what it does once there.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -21,8 +20,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # that h
 NUM_NAMES = 4  # of weights in a message
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """A weight or a buffer that must stay as it is within a window.
 
     Attributes:
@@ -67,7 +65,7 @@ class Norms:
         tensors = [weight.tensor for weight in self.weights]
         if any(tensor is None or tensor.device != device for tensor in tensors):  # offloaded
             return []
-        now = _norms_of(self.weights)
+        now = _norms_of(tensors)
         if torch.equal(now, self.values):
             return []
         is_changed = (now != self.values).tolist()
@@ -127,12 +125,14 @@ class WeightCheck:
         if not self._is_on or (self._before and not self._sees_modules):
             return
         known = {weight.place for norms in self._before for weight in norms.weights}
-        groups: dict[tuple[torch.device, torch.dtype], list[Weight]] = defaultdict(list)
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Weight], list[Tensor]]] = {}
         for weight in self._weights():
             tensor = weight.tensor
-            if tensor is not None and weight.place not in known:
-                groups[tensor.device, tensor.dtype].append(weight)
-        self._before += [Norms(group, _norms_of(group)) for group in groups.values()]
+            if tensor is not None and not (known and weight.place in known):
+                weights, tensors = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+                weights.append(weight)
+                tensors.append(tensor)
+        self._before += [Norms(weights, _norms_of(tensors)) for weights, tensors in groups.values()]
 
     def _weights(self) -> Iterator[Weight]:
         """Yield the weights of the called modules, and those beside them; not of embeddings that
@@ -169,6 +169,6 @@ class WeightCheck:
         )
 
 
-def _norms_of(weights: Sequence[Weight]) -> Tensor:
-    """Return the norms of weights of one device and dtype, shape (weights,). NaN becomes 0."""
-    return torch.stack(torch._foreach_norm([weight.tensor for weight in weights])).nan_to_num()
+def _norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norms of tensors of one device and dtype, shape (tensors,). NaN becomes 0."""
+    return torch.stack(torch._foreach_norm(tensors)).nan_to_num()

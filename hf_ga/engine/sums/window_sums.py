@@ -397,15 +397,15 @@ class WindowSums:
         """Return for each parameter whether a backward of the window has reached it."""
         if self.backend.is_stage:
             return [parameter.grad is not None for parameter in self._parameters]
-        return [
-            is_reached or any(buffer[index] is not None for buffer in (*self._buffers, self._parts))
-            for index, is_reached in enumerate(self._reached)
-        ]
+        reached = self._reached
+        for buffer in (*self._buffers, self._parts):
+            reached = [r or g is not None for r, g in zip(reached, buffer, strict=True)]
+        return reached
 
     def has_gradients(self) -> bool:
         """Whether a backward of the window has added to the gradients of its groups."""
-        in_buffers = (gradient is not None for buffer in self._buffers for gradient in buffer)
-        return any(in_buffers) or any(self._reached)
+        in_buffers = any(g is not None for buffer in self._buffers for g in buffer)
+        return in_buffers or any(self._reached)
 
     # The window's end
 
