@@ -206,7 +206,7 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
         if is_module_compiled or is_forward_compiled or hasattr(module, "_orig_mod"):
             found.append(module)
         else:
-            waiting.extend(child for child in module._modules.values() if child is not None)
+            waiting.extend(module.children())
     return found
 
 
