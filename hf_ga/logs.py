@@ -30,6 +30,34 @@ def get_logger(name: str) -> MainProcessLogger:
     return MainProcessLogger(logging.getLogger(name), {})
 
 
+class Warnings:
+    """The warnings of a run, each of which is given once.
+
+    Args:
+        logger: Gives them.
+    """
+
+    def __init__(self, logger: MainProcessLogger) -> None:
+        """Start without a warning."""
+        self._logger = logger
+        self._given: set[str] = set()
+
+    def once(self, message: str, *, topic: str | None = None, on_all_ranks: bool = False) -> None:
+        """Give a warning, unless it was given before.
+
+        Args:
+            message: The warning.
+            topic: What it is about, if its text has values that vary. Each topic is warned of once.
+            on_all_ranks: Whether each rank gives it, and not only the main process.
+        """
+        topic = topic or message
+        if topic in self._given:
+            return
+        self._given.add(topic)
+        logger = self._logger.logger if on_all_ranks else self._logger
+        logger.warning(message)
+
+
 def is_main_process() -> bool:
     """Whether this process has rank 0, or is the only one."""
     if dist.is_available() and dist.is_initialized():

@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from hf_ga.engine.checks.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.engine.look.trial import LossFacts, adopt, try_loss
-from hf_ga.engine.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.engine.own_loop import KeptLoop, OwnLoop
 from hf_ga.engine.update import StepResult, update
 from hf_ga.engine.whole.whole_window import WholeBatchLoss

@@ -24,31 +24,26 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_ga.accelerator.by_hand import ByHand
-from hf_ga.accelerator.misuse import (
+from hf_ga.accelerator.checks import notices
+from hf_ga.accelerator.checks.by_hand import ByHand
+from hf_ga.accelerator.checks.misuse import (
     backward_after_step,
     backward_after_zero_grad,
     check_no_earlier_gradients,
-    check_no_foreign_gradients,
-    check_same_options,
-    check_undivided,
     clipped_between,
     clipped_early,
     early_step,
-    is_multiple,
-    late_parameters,
-    multiplied_by_steps,
     not_fetched,
-    numeric_options,
     random_collate_by_hand,
     unexpected_backward,
 )
+from hf_ga.accelerator.checks.schedules import ScheduleCheck
+from hf_ga.accelerator.checks.window_checks import WindowChecks
 from hf_ga.accelerator.named_entries import check_named_entries
-from hf_ga.accelerator.schedules import ScheduleCheck
+from hf_ga.engine.checks.draw_check import warn_of_doubtful_draws
 from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS, is_rehearsed
 from hf_ga.engine.slots import (
     Slot,
@@ -64,6 +59,7 @@ from hf_ga.engine.whole.whole_window import WholeBatchLoss
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError, DataError, HfGaError
 from hf_ga.loading.window import Window
+from hf_ga.logs import Warnings, get_logger
 from hf_ga.model.forward import unwrapped
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 
@@ -116,14 +112,11 @@ class TrainingLoop:
         self._num_updates_before = 0  # by hand, of the run that was resumed
         self._schedules = ScheduleCheck()
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
-        self._frozen: list[nn.Parameter] = []  # when the window began
         self._window: Window | None = None
         self._leader: Any = None  # the loader whose windows are computed
         self._has_followers = False  # whether the loop takes batches of another one beside it
         self._is_followed = False  # in the current iteration
-        self._has_warned_of_followers = False
-        self._has_warned_of_widths = False
-        self._has_warned_of_collating = False
+        self._warnings = Warnings(logger)
         self._slots: list[Slot] = []
         self._is_rehearsed = False  # the current window, as planned
         self._index = 0  # of the iteration in the window
@@ -135,12 +128,9 @@ class TrainingLoop:
         self._is_stage = False  # the window, after a step on its only micro-batch
         self._earlier: list[Tensor | None] = []  # gradients, when the loader's window began
         self._num_empty = 0  # windows without a target
-        self._has_warned = False  # of terms that micro-batches lack
-        self._has_warned_of_iterations = False  # beside the loop's own
         self._has_tried_collate = False  # whether it draws
         self._is_zeroed = False  # gradients, since a backward of this micro-batch
-        self._options: list[dict[str, Any]] | None = None  # at the window's first backward
-        self._is_multiplied = True  # each loss so far, by the accumulation steps
+        self._checks = WindowChecks(accelerator)
         self._iteration = ExitStack()  # contexts of the current iteration
         # An iterator that the script still holds ends when modules are gone.
         atexit.register(_leave_at_exit, weakref.ref(self))
@@ -261,7 +251,7 @@ class TrainingLoop:
         if self._is_rehearsed and not any(slot.is_rehearsal for slot in self._slots):
             self.engine.drop_rehearsal()
         if not goes_on:
-            self._options = None
+            self._checks.begin()
         self.is_complete = False
         self._is_stage = False
         self._earlier = self.engine.gradient.earlier
@@ -277,8 +267,7 @@ class TrainingLoop:
         """Begin a window in the engine; see `WindowEngine.begin_window`."""
         models = self.training_models()
         self.engine.watches_weights = len(self._slots) > 1 or self.num_parts_by_hand > 1
-        prepared = self._prepared_models.values()
-        self._frozen = [p for m in prepared for p in m.parameters() if not p.requires_grad]
+        self._checks.note_frozen(self._prepared_models.values())
         is_single = len(self._slots) == 1 and self.accelerator.num_processes == 1
         self.engine.begin_window(
             models,
@@ -313,7 +302,8 @@ class TrainingLoop:
         slots = self._collated(partial(plan, window))
         slots = plain_slots(window, number) if slots is None else slots
         if len(slots) > num_planned:
-            self._warn_of_iterations("its rehearsal is one more")
+            message = notices.more_iterations("its rehearsal is one more")
+            self._warnings.once(message, topic="iterations")
         return slots
 
     def _collated(self, plan: Callable[[], list[Slot]]) -> list[Slot] | None:
@@ -325,15 +315,8 @@ class TrainingLoop:
         except HfGaError:
             raise
         except Exception as error:
-            if not self._has_warned_of_collating:
-                self._has_warned_of_collating = True
-                logger.warning(
-                    "hf_ga: it is not tried whether a sample's loss depends on the other samples "
-                    "of its micro-batch, as samples of several micro-batches cannot be collated "
-                    f"together ({_reason(error)}). A collate function that pads them, or that "
-                    "returns lists, lets it be tried.",
-                    main_process_only=False,
-                )
+            message = notices.not_collated(_reason(error))
+            self._warnings.once(message, topic="collating", on_all_ranks=True)
             return None
 
     def _can_look(self) -> bool:
@@ -376,19 +359,9 @@ class TrainingLoop:
             self.num_windows += 1
             return False
         logger.info(f"hf_ga: a window is computed once more: {reason}.")
-        self._warn_of_iterations("it is computed once more")
+        message = notices.more_iterations("it is computed once more")
+        self._warnings.once(message, topic="iterations")
         return True
-
-    def _warn_of_iterations(self, reason: str) -> None:
-        """Warn once that a window has more iterations than its loader has batches."""
-        if self._has_warned_of_iterations:
-            return
-        self._has_warned_of_iterations = True
-        logger.warning(
-            f"hf_ga: this window has more iterations than batches, as {reason}, and others may "
-            "have: count updates (accelerator.sync_gradients), not iterations, also for "
-            "skip_first_batches, which skips updates x gradient_accumulation_steps batches."
-        )
 
     @property
     def num_complete_windows(self) -> int:
@@ -437,11 +410,12 @@ class TrainingLoop:
         contexts.close()
         lacks_follower = self._has_followers and not self._is_followed
         if lacks_follower and self.engine.num_adds and len(self._slots) > 1:
-            self._warn_of_followers()
+            self._warnings.once(notices.WITHOUT_SECOND_BATCH)
         number = self.engine.num_adds
         self._num_expected = max(number, self._num_expected) if self._index else number
-        if self.num_parts_by_hand > 1:
-            self._warn_of_missing_terms()
+        # Which cannot be tried, as the loop cannot be given the window again.
+        if self.num_parts_by_hand > 1 and self.engine.looks.lacks_terms:
+            self._warnings.once(notices.WITHOUT_A_TERM)
 
     def leave(self, loader: Any = None) -> None:
         """Give up the current window, because the loop left it or ended.
@@ -483,11 +457,7 @@ class TrainingLoop:
         slot = self.engine.slot
         if slot is None or not any(s.is_rehearsal for s in self._slots):
             return None
-        return (
-            f"hf_ga: this micro-batch has {len(slot.micro_batch)} samples, as its window is "
-            "rehearsed in micro-batches of other sizes: take sizes from the batch, not from a "
-            "setting."
-        )
+        return notices.other_sizes(len(slot.micro_batch))
 
     # Other loaders beside the one whose windows are computed (zip)
 
@@ -575,26 +545,19 @@ class TrainingLoop:
             gradient.begin_again_if_zeroed()
             self._by_hand.note_backward(loss, is_new=not self.engine.num_adds)
             self._check_collate_by_hand()
-        options = numeric_options(self.accelerator._optimizers)
-        if self._options is None:
-            self._options = options
-        check_same_options(self._options, options)
+        self._checks.check_options()
         if not self._is_planned:
             return
         if self._is_zeroed:
             raise backward_after_zero_grad()
         if gradient.is_changed():
             raise clipped_between()
-        is_sharded = gradient.backend.is_sharded  # FSDP2 swaps parameters
-        if not is_sharded:
-            self._check_no_late_parameters()
-        if not gradient.is_shown and not is_sharded:  # FSDP1 keeps its sums there
-            check_no_foreign_gradients(gradient.parameters, gradient.earlier)
-        num_steps = self.accelerator.gradient_accumulation_steps
-        check_undivided(loss, num_steps)
-        node = loss.grad_fn if isinstance(loss, Tensor) else None
-        if num_targets is not None or num_steps < 2 or not is_multiple(node, num_steps):
-            self._is_multiplied = False
+        if not gradient.backend.is_sharded:
+            now = None
+            if self.num_windows < NUM_FIRST_WINDOWS:  # there may be new parameters, too
+                now = trainable_parameters(self.training_models(), self.accelerator._optimizers)
+            self._checks.check_parameters(gradient, now)
+        self._checks.check_loss(loss, num_targets)
 
     def _check_collate_by_hand(self) -> None:
         """Check once, in a window's second backward, that the collate function of a loop that
@@ -637,7 +600,7 @@ class TrainingLoop:
         self.engine.gradient.begin()
         self._is_stage = True
         self._is_zeroed = False
-        self._options = None
+        self._checks.begin()
 
     def complete(self) -> None:
         """Let the gradient of all backwards so far appear, if another one was expected."""
@@ -656,10 +619,8 @@ class TrainingLoop:
             self.engine.show_mean_so_far(self._by_hand.num_shown)
             self.loss = gradient.loss
             return
-        num_steps = self.accelerator.gradient_accumulation_steps
         with self.engine.failing_together():
-            if self._is_multiplied:  # by chance, if only in some micro-batches
-                raise multiplied_by_steps(num_steps)
+            self._checks.check_factors()
             reached = gradient.sums.reached()
             replaced = [g for g, is_set in zip(self._earlier, reached, strict=True) if is_set]
             check_no_earlier_gradients(self.accelerator._optimizers, replaced)
@@ -671,17 +632,6 @@ class TrainingLoop:
             self._whole_batch.add_direct_gradients()
         self.is_complete = True
         self.loss = gradient.loss
-
-    def _check_no_late_parameters(self) -> None:
-        """Check that no parameter needs a gradient now that did not when the window began: it would
-        not be summed.
-        """
-        is_late = any(parameter.requires_grad for parameter in self._frozen)
-        if self.num_windows < NUM_FIRST_WINDOWS:  # there may be new parameters, too
-            now = trainable_parameters(self.training_models(), self.accelerator._optimizers)
-            is_late = is_late or not set(self.engine.gradient.parameters).issuperset(now)
-        if is_late:
-            raise late_parameters()
 
     def before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the loop zeroes gradients between two backwards of one micro-batch.
@@ -735,12 +685,12 @@ class TrainingLoop:
             self._warn_of_missing_rehearsal()
             self._warn_of_untried_widths()
             if self._by_hand.num_parts == 1:  # no other micro-batch shows more
-                self.engine.warn_of_doubtful_draws()
+                warn_of_doubtful_draws(self.engine.draws, self._warnings)
             self._by_hand.note_step()
             self._schedules.begin_window()
             self.engine.gradient.begin()
             self.is_complete = True
-            self._options = None
+            self._checks.begin()
 
     def _warn_of_missing_rehearsal(self) -> None:
         """Warn once that a loop of one micro-batch a process is not rehearsed outside of
@@ -748,24 +698,15 @@ class TrainingLoop:
         """
         is_first_step = self._by_hand.num_steps == 0
         if is_first_step and self._by_hand.num_parts == 1 and self.accelerator.num_processes > 1:
-            logger.warning(
-                "hf_ga: it is not tried whether a sample's loss depends on the other samples of "
-                "its process (BatchNorm, in-batch negatives): put the loop's body into `with "
-                "accelerator.accumulate(model):`."
-            )
+            self._warnings.once(notices.WITHOUT_REHEARSAL)
 
     def _warn_of_untried_widths(self) -> None:
         """Warn once that the micro-batches of a window by hand have several widths, of which no
         rehearsal compared two so far: the window cannot be given again for that.
         """
         has_several = len(set(self.engine.gradient.widths)) > 1
-        if has_several and not self.engine.has_compared_widths and not self._has_warned_of_widths:
-            self._has_warned_of_widths = True
-            logger.warning(
-                "hf_ga: it was not tried whether padding changes the loss of a sample, as those "
-                "rehearsed so far had one width: pad all batches to one length, or put the loop's "
-                "body into `with accelerator.accumulate(model):`, and leave the division out."
-            )
+        if has_several and not self.engine.has_compared_widths:
+            self._warnings.once(notices.WITHOUT_OTHER_WIDTHS)
 
     def _warn_of_empty_windows(self) -> None:
         """Warn once if no window so far has a target, as of losses over pairs of a batch, which
@@ -773,34 +714,7 @@ class TrainingLoop:
         """
         self._num_empty += not self.engine.gradient.num_targets
         if self._num_empty == self.num_windows + 1 == NUM_FIRST_WINDOWS:
-            logger.warning(
-                f"hf_ga: the first {NUM_FIRST_WINDOWS} windows have no target, so nothing was "
-                "updated: check the labels. A loss over pairs of samples needs whole_batch."
-            )
-
-    def _warn_of_followers(self) -> None:
-        """Warn once that an iteration took no batch of the second loader: it may use an old one."""
-        if self._has_warned_of_followers:
-            return
-        self._has_warned_of_followers = True
-        logger.warning(
-            "hf_ga: an iteration took no batch of the loop's second loader. If it uses an earlier "
-            "one, as itertools.cycle does, the update depends on the split of the window: iterate "
-            "over the loader again (`while True: yield from loader`)."
-        )
-
-    def _warn_of_missing_terms(self) -> None:
-        """Warn once that micro-batches of a loop by hand lack terms of the loss, which cannot be
-        tried: the loop cannot be given the window again.
-        """
-        if self.engine.looks.lacks_terms and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "hf_ga: a micro-batch lacks a term of the loss that others have. That is right if "
-                "none of its samples has a target of it, but not if the loop leaves it out by the "
-                "loss itself, which is not tried here: put the loop's body into `with "
-                "accelerator.accumulate(model):`, and leave the division out."
-            )
+            self._warnings.once(notices.WITHOUT_TARGETS)
 
     def _is_in_evaluation(self) -> bool:
         """Return whether the loop is in an evaluation, which explains an unexpected backward."""

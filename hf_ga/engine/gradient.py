@@ -15,7 +15,7 @@ from itertools import chain, islice
 
 from torch import Tensor, nn
 
-from hf_ga.engine.look.sample_count import SampleCount, check_samples
+from hf_ga.engine.checks.sample_count import SampleCount, check_samples
 from hf_ga.engine.parameter_hooks import after_hooks
 from hf_ga.engine.sums.divisors import (
     DivisorChecks,

@@ -22,29 +22,38 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ga.draws.dropout.masks import sample_keys, window_key
-from hf_ga.draws.generators import moved_generators, random_states
 from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.engine.checks.draw_check import (
+    WITHOUT_REHEARSAL,
+    DrawCheck,
+    warn_of_doubtful_draws,
+)
+from hf_ga.engine.checks.state import StateCheck
+from hf_ga.engine.checks.weight_check import WeightCheck
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.look.choice import is_rehearsed
 from hf_ga.engine.look.footprints import footprints_inside, footprints_of
 from hf_ga.engine.look.looks import Looks
 from hf_ga.engine.look.recorder import OutputRecorder, choices_among_samples, widths_of
-from hf_ga.engine.look.rehearsal import WIDTH_TOLERANCE, Rehearsal, is_inside
-from hf_ga.engine.look.weight_check import WeightCheck
+from hf_ga.engine.look.refusals import (
+    chosen_among_samples,
+    computed_in_two_ways,
+    depends_on_company,
+)
+from hf_ga.engine.look.rehearsal import WIDTH_TOLERANCE, Rehearsal
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
-from hf_ga.engine.state import StateCheck
 from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.engine.whole.first_pass import run_first_pass
 from hf_ga.engine.whole.router import WindowRouter
-from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive
 from hf_ga.loading.fetch import WindowRequest
 from hf_ga.loading.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
 from hf_ga.loading.window import LoaderState
-from hf_ga.logs import get_logger
+from hf_ga.logs import Warnings, get_logger
 from hf_ga.model.forward import (
     argument_filter,
     callable_module,
-    extra_forwards,
     force_eager,
     is_compiled,
     module_modes,
@@ -72,6 +81,7 @@ class WindowEngine:
 
     Attributes:
         draws: Keys the random draws of a micro-batch.
+        draw_check: Finds draws that are not keyed.
         speed_ups: Speed-ups of the models' forwards.
         gradient: The sums of the current window. None before the first one.
         slot: The current micro-batch. None between two of them.
@@ -86,6 +96,7 @@ class WindowEngine:
         watches_weights: Whether the loop may change weights in each window, and not only in those
             that are rehearsed.
         unused: Names of parameters that got no gradient in a trial of the loss.
+        models: The prepared models that are trained in the current window.
     """
 
     def __init__(
@@ -94,6 +105,7 @@ class WindowEngine:
         """Start before the first window."""
         self._make_backend = make_backend
         self.draws = KeyedDraws(allow_unkeyed=allow_split_dependent_randomness)
+        self.draw_check = DrawCheck(self.draws)
         self.speed_ups = SpeedUps(self.draws)
         self.gradient: WindowGradient | None = None
         self.slot: Slot | None = None
@@ -106,7 +118,7 @@ class WindowEngine:
         self.trusts_num_targets = False
         self.watches_weights = False
         self.unused: frozenset[str] = frozenset()
-        self._models: list[nn.Module] = []
+        self.models: list[nn.Module] = []
         self._all_models: list[nn.Module] = []
         self._buffers_before: list[Callable[[], None]] = []  # restore those before the window
         self._request: WindowRequest | None = None
@@ -121,8 +133,7 @@ class WindowEngine:
         self._modes: tuple[tuple[bool, ...], ...] | None = None  # of modules, at the last rehearsal
         self._tries_padding = False
         self._unpadded_difference = 0.0  # of a window before it was padded on trial
-        self._random_states: dict[str, bytes] = {}
-        self._has_warned = False
+        self._warnings = Warnings(logger)
         self._is_full_batch = False  # the current window is one micro-batch
         self._terms_in_two_widths: set[TermKey] = set()  # that samples were compared in
         self._keys: set[TermKey] = set()  # of terms in this micro-batch
@@ -152,12 +163,10 @@ class WindowEngine:
         """
         if not self.rehearses or not self.backend.is_sharded:
             return self.rehearses
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "hf_ga: under FSDP it is not tried whether a sample's loss depends on the other "
-                "samples of its micro-batch. Try the script on one process without FSDP first."
-            )
+        self._warnings.once(
+            "hf_ga: under FSDP it is not tried whether a sample's loss depends on the other "
+            "samples of its micro-batch. Try the script on one process without FSDP first."
+        )
         return False
 
     def is_rehearsal_due(self, number: int, models: Sequence[nn.Module] | None = None) -> bool:
@@ -215,7 +224,7 @@ class WindowEngine:
         if not goes_on:
             self._weight_check.stop()
             self.draws.begin_window()
-        self._models = list(models)
+        self.models = list(models)
         self._all_models = [*models, *frozen]
         if not goes_on:
             self._buffers_before = [snapshot_state(model) for model in self._all_models]
@@ -300,12 +309,12 @@ class WindowEngine:
             UnkeyedRandomness: If random numbers were drawn that are not keyed.
             ProcessFailed: If another rank failed.
         """
-        if self._found_router is None or self._found_router.prepared != self._models:
-            self._found_router = WindowRouter(self._models)
+        if self._found_router is None or self._found_router.prepared != self.models:
+            self._found_router = WindowRouter(self.models)
         router = self._found_router
         if not router.is_on:
             return
-        if self._goes_on or any(isinstance(m, FullyShardedDataParallel) for m in self._models):
+        if self._goes_on or any(isinstance(m, FullyShardedDataParallel) for m in self.models):
             raise ConfigError(
                 "the balancing loss of a mixture of experts needs a first pass over the window, "
                 "and a second backward through each forward: use FSDP2 instead of FSDP1; in a "
@@ -314,7 +323,7 @@ class WindowEngine:
             )
         self._router = router
         self.gradient.sums.has_parts = True
-        run = partial(self.first_pass, slots, request, forward or self._call_models)
+        run = partial(run_first_pass, self, slots, request, forward or self._call_models)
         router.count_window(self.gradient.backend, slots, run)
 
     def _call_models(self, slot: Slot) -> None:
@@ -326,78 +335,8 @@ class WindowEngine:
                 f"the collate function return a dict, not a {type(batch).__name__}."
             )
         batch = self.backend.place(batch)
-        for model in self._models:
+        for model in self.models:
             callable_module(model)(**argument_filter(model)(batch))
-
-    @contextmanager
-    def _first_forward(self, slot: Slot, request: WindowRequest) -> Iterator[None]:
-        """Run a forward of a first pass in the block: keyed draws, no gradients, buffers kept."""
-        with ExitStack() as stack:
-            stack.enter_context(self.draws.resumed())
-            stack.enter_context(self.micro_batch(slot, request))
-            stack.enter_context(torch.no_grad())
-            for model in self._models:
-                stack.enter_context(extra_forwards(model))
-            yield
-
-    def first_pass(
-        self,
-        slots: Sequence[Slot],
-        request: WindowRequest,
-        forward: Callable[[Slot], Any],
-        after: Callable[[], Any] | None = None,
-    ) -> list[Any]:
-        """Run the forwards of all micro-batches without gradients, with the random numbers that the
-        loop's forwards will draw.
-
-        They are run again if one showed that random numbers of the others were keyed otherwise.
-
-        Args:
-            slots: The micro-batches of this rank.
-            request: The plan of the window.
-            forward: Runs the forward of a micro-batch.
-            after: Is called after each forward.
-
-        Returns:
-            For each micro-batch, what `after` returned; without it, what `forward` did.
-
-        Raises:
-            UnkeyedRandomness: If random numbers were drawn that are not keyed.
-        """
-        draws = self.draws
-        backend = self.gradient.backend
-        before = random_states()
-        while True:
-            num_reclassified = draws.num_reclassified
-            results = []
-            for slot in slots:
-                with self._first_forward(slot, request), self._reporting_lack_of_memory():
-                    result = forward(slot)
-                    results.append(result if after is None else after())
-            is_changed = draws.num_reclassified != num_reclassified
-            if backend.is_sharded:  # forwards are collectives
-                is_changed = bool(backend.max_over_ranks(int(is_changed)))
-            if not is_changed:
-                break
-        self.slot = None
-        moved = moved_generators(before)
-        if moved:
-            raise UnkeyedRandomness(
-                f"the model drew random numbers (from the generator of {' and '.join(moved)}) that "
-                "cannot be tied to samples. This loss runs each forward twice, and the second one "
-                "would draw others, so its gradient would be wrong: turn this randomness off."
-            )
-        return results
-
-    @contextmanager
-    def _reporting_lack_of_memory(self) -> Iterator[None]:
-        """Raise what `error_to_report` makes of an error in the block, if the loop can use it."""
-        try:
-            yield
-        except Exception as error:
-            if not self.splits_where_memory_runs_out:
-                raise
-            raise self.error_to_report(error) from None
 
     def error_to_report(self, error: Exception) -> Exception:
         """Return what all ranks raise for an error in the current micro-batch: `TooLarge` if memory
@@ -457,15 +396,15 @@ class WindowEngine:
             (keys, key_of_window), self.backend.device, non_blocking=True
         )
         self.draws.begin(keys, key_of_window)
-        self._random_states = random_states()
+        self.draw_check.begin()
         with ExitStack() as stack:
             if not slot.is_counted:
                 for model in self._all_models:
                     # Of trained models in a rehearsal, those attributes that forwards change.
-                    is_watched = slot.is_rehearsal and model in self._models
+                    is_watched = slot.is_rehearsal and model in self.models
                     stack.callback(snapshot_state(model, with_attributes=not is_watched))
             if slot.is_rehearsal:
-                bare_models = [unwrapped(model) for model in self._models]
+                bare_models = [unwrapped(model) for model in self.models]
                 is_traced = any(is_compiled(model) for model in bare_models)
                 watching = self._state_check.watching(bare_models, with_others=not is_traced)
                 stack.callback(lambda: self._weight_check.note_buffers(self._state_check.kept))
@@ -500,13 +439,8 @@ class WindowEngine:
             UnkeyedRandomness: If a random number was drawn that cannot be tied to samples.
         """
         _check_scalar(loss)
-        self.check_draws()
-        if self.draws.taken_for_weights is not None:
-            raise UnkeyedRandomness(
-                f"{self.draws.taken_for_weights} was drawn between two backwards of a "
-                "micro-batch: it may be rows of samples, or noise on a weight of that shape. Draw "
-                "it before the first backward."
-            )
+        self.draw_check.check()
+        self.draw_check.check_between_backwards()
         slot = self.slot
         self.num_adds += 1
         loss = loss.reshape(()) if loss.dim() else loss
@@ -519,7 +453,7 @@ class WindowEngine:
             if self._router.counts_padding and not self._request.pad_to_window:
                 self.gradient.must_pad = True
                 self.gradient.needs_padding = True
-        self.looks.note(loss, readings, slot, is_keyed=not self._has_unkeyed())
+        self.looks.note(loss, readings, slot, is_keyed=not self.draw_check.has_unkeyed)
         self._note_samples(loss, readings)
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
@@ -596,65 +530,12 @@ class WindowEngine:
             return None if part is None else part * 0
         return None
 
-    def check_draws(self) -> None:
-        """Check that no random number was drawn since the micro-batch began but by keyed draws.
-
-        Raises:
-            UnkeyedRandomness: If one was.
-        """
-        if self.draws.allow_unkeyed:
-            return
-        moved = moved_generators(self._random_states)
-        unkeyed = self.draws.unkeyed_after_backward
-        if not moved and unkeyed is None:
-            return
-        source = unkeyed or f"from the generator of {' and '.join(moved)}"
-        raise UnkeyedRandomness(
-            f"the loop or the model drew random numbers ({source}) that cannot be tied to samples, "
-            "so they depend on the split of the window. Draw with torch's functions by their full "
-            "names (torch.randn, not randn imported from torch), one row for each sample, or in "
-            "the dataset or collate function; or accept it with "
-            "Accelerator(allow_split_dependent_randomness=True)."
-        )
-
-    def _has_unkeyed(self) -> bool:
-        """Return whether a draw of the micro-batch cannot be tied to samples, as allowed."""
-        if not self.draws.allow_unkeyed:
-            return False
-        return self.draws.has_unkeyed or bool(moved_generators(self._random_states))
-
-    def _warn_of_unkeyed(self) -> None:
-        """Warn once that draws that cannot be tied to samples leave no rehearsal."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        logger.warning(
-            "hf_ga: random numbers are drawn that cannot be tied to samples, as allowed, so it is "
-            "not tried whether a sample's loss depends on the other samples of its micro-batch."
-        )
-
-    def warn_of_doubtful_draws(self) -> None:
-        """Warn once that windows of one micro-batch, which are not rehearsed, do not show to which
-        samples some draws belong: other splits may draw other numbers.
-        """
-        shape = None if self._has_warned else self.draws.doubtful_shape()
-        if shape is None:
-            return
-        self._has_warned = True
-        logger.warning(
-            f"hf_ga: random numbers of shape {list(shape)} are drawn in windows of one micro-batch "
-            f"of {self.draws.num_samples} samples, and their sizes do not tell which of them "
-            "belong to which sample, so other splits of the windows may draw other numbers. That "
-            "shows in two micro-batches (gradient_accumulation_steps=2), or with a batch size that "
-            "divides none of these sizes."
-        )
-
     def _compare(self, loss: Tensor, readings: Sequence[Reading]) -> None:
         """Record the samples of a rehearsal, or compare those of the window with it: refuse a
         gradient of a sample that differs in other company.
         """
-        if self._has_unkeyed():
-            self._warn_of_unkeyed()
+        if self.draw_check.has_unkeyed:
+            self._warnings.once(WITHOUT_REHEARSAL)
             self.drop_rehearsal()  # it does not repeat them
             return
         rehearsal = self._rehearsal
@@ -693,13 +574,9 @@ class WindowEngine:
                 self.gradient.must_repeat = "the dims of random numbers with samples were found"
             self._rehearsal = Rehearsal()
             return
+        names = {reading.key: reading.name for reading in readings}
         for key, function in choices & rehearsal.choices:
-            name = next(r.name for r in readings if r.key == key)
-            raise LossNotAdditive(
-                f"{name}: {function} chooses among the losses of samples, so a sample's loss "
-                "depends on the other samples of its micro-batch, and no split of the window is "
-                "the full batch. Choose in the dataset, or over the whole window with whole_batch."
-            )
+            raise chosen_among_samples(names[key], function)
         rehearsal.widths_now = widths_of(self.slot.micro_batch.batch)
         same = rehearsal.same_term(footprints, data_readings, self.num_adds)
         if same is not None and not self.gradient.same_terms.are_two(*same):
@@ -726,30 +603,9 @@ class WindowEngine:
             self.gradient.needs_padding = True
             return
         if missing is not None:
-            raise LossNotAdditive(
-                f"{missing}: a sample has this term of the loss among some samples of the window, "
-                "but not among others, so the loop computes its loss in two ways, or leaves "
-                "some out by their own loss. Let each micro-batch have the same terms, and "
-                "num_targets in all of them or in none."
-            )
-        name = next(r.name for r in readings if r.key == difference.term)
-        found = f"{difference.before:.6g} among some samples of the window and {difference.now:.6g}"
-        if is_inside(difference.place):
-            code = self._recorder.backward_code.below([loss.grad_fn]).names
-            raise LossNotAdditive(
-                f"{name}: the gradient of a sample inside of the model, below {' or '.join(code)}, "
-                f"was {found} among others, so its backward depends on the other samples of its "
-                "micro-batch, and no split of the window is the full batch. Let it treat each "
-                "sample alone."
-            )
-        raise LossNotAdditive(
-            f"{name}: the gradient of a sample at the model's outputs was {found} among others, so "
-            "its loss depends on the other samples of its micro-batch (BatchNorm, in-batch "
-            "negatives, statistics or mixtures over the batch, state that the loop keeps, draws "
-            "for one sample after the other), and no split of the window is the full batch. "
-            "Compute it for each sample alone, in the dataset or collate function, or over the "
-            "whole window with whole_batch."
-        )
+            raise computed_in_two_ways(missing)
+        backward_code = self._recorder.backward_code.below([loss.grad_fn]).names
+        raise depends_on_company(names[difference.term], difference, backward_code)
 
     def _try_padding(self) -> None:
         """Let the window be computed again with one padded width, because small differences between
@@ -792,7 +648,7 @@ class WindowEngine:
         the last one, see `Backend.sync`.
         """
         stack = ExitStack()
-        for model in self._models:
+        for model in self.models:
             stack.enter_context(self.gradient.backend.sync(model, is_last))
         return stack
 
@@ -822,9 +678,8 @@ class WindowEngine:
         has_uncompared = (
             rehearsal is not None and rehearsal.is_compared and bool(rehearsal.uncompared)
         )
-        if has_uncompared and is_final and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
+        if has_uncompared and is_final:
+            self._warnings.once(
                 "hf_ga: no output of the prepared models has rows of samples, so it was not tried "
                 "whether a sample's loss depends on the other samples of its micro-batch."
             )
@@ -853,11 +708,11 @@ class WindowEngine:
             state.is_width_tried |= gradient.has_compared_widths
         if is_done and self._is_rehearsed:
             self.has_rehearsed = True
-            self._modes = _modes_of(self._models)
+            self._modes = _modes_of(self.models)
         if is_done and self._is_full_batch:
-            self.warn_of_doubtful_draws()
+            warn_of_doubtful_draws(self.draws, self._warnings)
         if is_done:
-            for model in self._models:
+            for model in self.models:
                 gradient.backend.drop_unused(model, self.unused)
         if is_done and self.looks.is_on:
             if self.looks.end() and state is not None:

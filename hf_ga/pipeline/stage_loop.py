@@ -180,7 +180,7 @@ class StageLoop(OwnLoop):
 
     def _check_number_of_draws(self) -> None:
         """Check that this stage's forward drew the numbers of the full model, not more or fewer."""
-        self.engine.check_draws()
+        self.engine.draw_check.check()
         draws = self.engine.draws
         if draws.mark().place != (0, self._last_draw):
             raise _unkeyed(

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import hf_ga
-from hf_ga.engine.look.sample_count import SampleCount, check_samples
+from hf_ga.engine.checks.sample_count import SampleCount, check_samples
 from hf_ga.errors import ConfigError
 
 

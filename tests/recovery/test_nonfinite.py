@@ -18,7 +18,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga.draws.generators import random_states
-from hf_ga.engine.nonfinite import find_cause
+from hf_ga.engine.checks.nonfinite import find_cause
 from hf_ga.engine.own_loop import OwnLoop
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import NonFinite

@@ -2,5 +2,6 @@
 
 In: outputs of all micro-batches. Out: the gradient of the loss at these outputs, with which each
 micro-batch is computed again. Begin with whole_window.py (own loop) or whole_batch.py (a user's);
-used_outputs.py finds the outputs that count, router.py and router_losses.py balance experts.
+first_pass.py runs their forwards, used_outputs.py finds the outputs that count, router.py and
+router_losses.py balance experts.
 """

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_ga.engine.look.choice import is_rehearsed, number_of
 from hf_ga.engine.slots import Slot, extra_rehearsal
+from hf_ga.engine.whole.first_pass import run_first_pass
 from hf_ga.engine.whole.used_outputs import FewSamples, few_samples, find_used_outputs
 from hf_ga.engine.whole.whole_window import (
     FirstPass,
@@ -159,8 +160,8 @@ class WholeBatch:
             status = RankStatus()
             try:
                 rehearsal = self._rehearsal()
-                self._first_outputs = self.engine.first_pass(
-                    [*slots, *rehearsal], request, self._first_forward
+                self._first_outputs = run_first_pass(
+                    self.engine, [*slots, *rehearsal], request, self._first_forward
                 )
                 if rehearsal:
                     self._compare_companies(rehearsal[0], self._first_outputs.pop())
@@ -214,7 +215,7 @@ class WholeBatch:
         is_low = any(p.dtype in LOW_PRECISION for p in model.parameters())
         is_precise = not is_low and not self.engine.backend.is_sharded
         with full_precision(model) if is_precise else nullcontext():
-            return self.engine.first_pass(few.slots, request, self._forward)
+            return run_first_pass(self.engine, few.slots, request, self._forward)
 
     def _used_outputs(self, few: FewSamples, outputs: Sequence[Any]) -> UsedOutputs:
         """Return the outputs that the loss uses."""

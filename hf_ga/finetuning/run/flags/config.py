@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from hf_ga.embedding.pooling import POOLINGS
-from hf_ga.engine.nonfinite import ON_NONFINITE
+from hf_ga.engine.checks.nonfinite import ON_NONFINITE
 from hf_ga.errors import ConfigError
 from hf_ga.finetuning.data.options import DataOptions, as_list, option
 from hf_ga.finetuning.data.tasks import TASKS

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hf_ga.accelerator.misuse import division_by_number, num_terms
+from hf_ga.accelerator.checks.misuse import division_by_number, num_terms
 from hf_ga.errors import ConfigError
 
 
