@@ -15,6 +15,7 @@ from itertools import chain, islice
 
 from torch import Tensor, nn
 
+from hf_ga.engine.checks.lone_terms import LoneTerms, present_terms
 from hf_ga.engine.checks.sample_count import SampleCount, check_samples
 from hf_ga.engine.parameter_hooks import after_hooks
 from hf_ga.engine.sums.divisors import (
@@ -92,6 +93,7 @@ class WindowGradient:
         self.same_terms = SameTerms()
         self._index_of = {id(p): index for index, p in enumerate(self.parameters)}
         self.stack_sizes = StackSizes()
+        self._lone_terms = LoneTerms()
         self._num_merged_pairs = 0
         self._has_hooks = False  # whether a parameter has one, on any rank
         self.loss: Tensor | None = None
@@ -544,6 +546,8 @@ class WindowGradient:
         if self.undecided is not None:
             return False
         self._check_factors(keys, found["factors"])
+        if found["factors"]:
+            self._lone_terms.note(self._factors, present_terms(keys, found["factors"]))
         if self._split_groups(groups, found["ratios"]):
             dead_end = self._failure_or_dead_end(can_repeat)
             if dead_end is not None:
@@ -663,7 +667,7 @@ class WindowGradient:
             return
         present = [key for key in keys if key in self._factors]
         if sums:
-            present = [key for index, key in enumerate(keys) if sums[3 * index]]
+            present = present_terms(keys, sums)
         pair = self.same_terms.undecided(present)
         if pair is None:
             return

@@ -1,7 +1,7 @@
 """Faults of a window that no comparison of samples shows.
 
-In: a window's forwards and backwards. Out: nothing, or an error. draw_check.py finds draws that
-are not keyed, state.py and weight_check.py buffers and weights that change within the window,
-sample_count.py samples that were computed twice or never; nonfinite.py finds which sample and
-module made a number infinite or NaN.
+In: a window's forwards and backwards. Out: nothing, a warning or an error. draw_check.py finds
+draws that are not keyed, state.py and weight_check.py buffers and weights that change within the
+window, sample_count.py samples that were computed twice or never, lone_terms.py parts of a loss
+that a process leaves out; nonfinite.py finds which sample and module made a number infinite or NaN.
 """
