@@ -28,12 +28,16 @@ class StackSizes:
         may_change: Whether a stack that fits both answers may be read as either for now, because
             micro-batches of other sizes follow before the update, or the micro-batch is the window.
         num_changed: How often a stack turned out to be the other kind.
+        undecided: Those that were read as losses of several heads for now.
+        single: Losses of which a micro-batch of one sample had one.
     """
 
     pairs: dict[Hashable, set[tuple[int, int]]] = field(default_factory=dict)
     settled: set[Hashable] = field(default_factory=set)
     may_change: bool = False
     num_changed: int = 0
+    undecided: set[Hashable] = field(default_factory=set)
+    single: set[Hashable] = field(default_factory=set)
 
     @property
     def num_pairs(self) -> int:
