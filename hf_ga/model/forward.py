@@ -33,7 +33,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the user's module inside the wrappers of DDP, FSDP and Accelerate. Accelerate's
     mixed-precision wrapper of its forward is kept.
     """
-    if hasattr(model, "_orig_mod"):  # of torch.compile
+    if _is_wrapper(model):
         return extract_model_from_parallel(model, keep_fp32_wrapper=True)
     # Accelerate's function looks for compiled modules among all of them, in every window.
     while isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
@@ -203,11 +203,16 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         is_module_compiled = module._compiled_call_impl is not None
         is_forward_compiled = hasattr(module.forward, "_torchdynamo_orig_callable")
-        if is_module_compiled or is_forward_compiled or hasattr(module, "_orig_mod"):
+        if is_module_compiled or is_forward_compiled or _is_wrapper(module):
             found.append(module)
         else:
             waiting.extend(module.children())
     return found
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile(module)` returns. `hasattr` would build a message."""
+    return "_orig_mod" in module._modules
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -223,7 +228,7 @@ def check_not_wrapped(model: nn.Module) -> None:
         ConfigError: If there is such a wrapper.
     """
     for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod"):
+        if _is_wrapper(module):
             raise ConfigError(
                 f"{name or 'the model'} is wrapped by torch.compile, which gives its parameters "
                 "other names: pass the original module, and compile it in place "

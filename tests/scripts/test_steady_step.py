@@ -6,7 +6,7 @@ import steady_step
 
 
 def test_the_model_is_at_most_four_frames_below_the_step(capsys):
-    steady_step.main()
+    steady_step.main([])
     printed = capsys.readouterr().out
     frames = int(re.match(r"(\d+) frames of hf_ga", printed)[1])
     assert 1 <= frames <= 4
