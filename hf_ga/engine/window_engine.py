@@ -453,15 +453,16 @@ class WindowEngine:
             if self._router.counts_padding and not self._request.pad_to_window:
                 self.gradient.must_pad = True
                 self.gradient.needs_padding = True
-        self.looks.note(loss, readings, slot, is_keyed=not self.draw_check.has_unkeyed)
-        self._note_samples(loss, readings)
         if self.gradient.is_rehearsal_misread:
             self._give_up_misread_rehearsal()
         if self._rehearsal is not None and not slot.is_filler:
             while self._compare(loss, readings):
                 key_of = self.gradient.same_terms.key_of
                 self._rehearsal.rename(key_of)
+                self.looks.rename(key_of)
                 readings = [replace(reading, key=key_of(reading.key)) for reading in readings]
+        self.looks.note(loss, readings, slot, is_keyed=not self.draw_check.has_unkeyed)
+        self._note_samples(loss, readings)
         # What a sharded model keeps would be reduced together with the part.
         sync = partial(self._sync, is_last=is_last or self._router is not None)
         is_kept = retain_graph or part is not None
@@ -490,6 +491,7 @@ class WindowEngine:
         self.gradient.is_rehearsal_misread = False
         if self._goes_on:
             self.drop_rehearsal()
+            self.looks.forget_terms()
         else:
             self.gradient.repeat_misread("its rehearsal was found to be read in another way")
 

@@ -2069,11 +2069,12 @@ def sum_of_rows(model, x, y, values):
 
 @pytest.mark.parametrize("batch_size", [*LAYOUTS, 1])
 @pytest.mark.parametrize("body", [sum_of_samples, sum_of_rows])
-def test_losses_of_single_samples_by_hand(batch_size, body):
+def test_losses_of_single_samples_by_hand(batch_size, body, caplog):
     """The loss is divided by the samples, then by the accumulation steps."""
     expected = Loop(plain).full_batch()
     learnt = (expected - flat(classifier())).norm()
     assert (by_hand(Accelerator, batch_size, body, labels=Y) - expected).norm() < CLOSE * learnt
+    assert "lacks a term" not in caplog.text
 
 
 @pytest.mark.parametrize("batch_size", LAYOUTS)
