@@ -32,7 +32,12 @@ from hf_ga.engine.checks.state import StateCheck
 from hf_ga.engine.checks.weight_check import WeightCheck
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.look.choice import is_rehearsed
-from hf_ga.engine.look.footprints import footprints_inside, footprints_of
+from hf_ga.engine.look.footprints import (
+    FootprintKey,
+    Footprints,
+    footprints_inside,
+    footprints_of,
+)
 from hf_ga.engine.look.looks import Looks
 from hf_ga.engine.look.recorder import OutputRecorder, choices_among_samples, widths_of
 from hf_ga.engine.look.refusals import (
@@ -560,30 +565,13 @@ class WindowEngine:
             return False
         rehearsal = self._rehearsal
         positions = self.slot.micro_batch.positions.tolist()
+        widths = widths_of(self.slot.micro_batch.batch)
         data_readings = [r for r in readings if r.term is None or not r.term.is_penalty]
-        is_rehearsal = self.slot.is_rehearsal or self.slot.may_be_rehearsal
-        # Of others, nothing is compared.
-        chosen = [
-            sample
-            for sample, position in enumerate(positions)
-            if is_rehearsal or position in rehearsal.positions
-        ]
-        footprints, is_low_precision = footprints_of(
-            loss, data_readings, self._recorder, positions, chosen
-        )
-        rehearsal.is_low_precision |= is_low_precision
-        footprints |= footprints_inside(
-            loss,
-            data_readings,
-            self._recorder,
-            positions,
-            chosen,
-            can_run=not self.backend.is_sharded,  # its hooks on the graph gather parameters
-        )
+        footprints = self._footprints(loss, data_readings, positions)
         choices = self._choices(loss, data_readings, len(positions))
-        if is_rehearsal:
+        if self._is_in_rehearsal:
             rehearsal.choices |= choices
-            rehearsal.widths = widths_of(self.slot.micro_batch.batch)
+            rehearsal.widths = widths
             rehearsal.record(
                 footprints, data_readings, self.num_adds, self.draws.num_reclassified, positions
             )
@@ -597,26 +585,21 @@ class WindowEngine:
         names = {reading.key: reading.name for reading in readings}
         for key, function in choices & rehearsal.choices:
             raise chosen_among_samples(names[key], function)
-        rehearsal.widths_now = widths_of(self.slot.micro_batch.batch)
+        rehearsal.widths_now = widths
         same = rehearsal.same_term(footprints, data_readings, self.num_adds)
         if same is not None and not self.gradient.same_terms.are_two(*same):
             return self.gradient.join_terms(*same)
         missing = rehearsal.missing_term(footprints, data_readings, self.num_adds, positions)
         difference = rehearsal.difference(footprints)
-        is_padded = self._request.pad_to_window
-        has_other_width = rehearsal.widths != rehearsal.widths_now
-        if has_other_width:
+        if rehearsal.has_other_width:
             self._terms_in_two_widths |= rehearsal.terms_with_gradient
         if missing is None and difference is None:
-            is_small = rehearsal.largest_difference <= WIDTH_TOLERANCE
-            can_try = not is_padded and has_other_width and not self._goes_on
-            if can_try and not is_small and not rehearsal.is_low_precision:
-                self._try_padding()
+            self._try_padding()
             return False
         self.check_weights()  # names what changes, if that is the cause
         # A loop by hand cannot be given the window again, which helps if widths differ.
-        can_help = not self._goes_on or has_other_width
-        if can_help and not is_padded:
+        can_help = not self._goes_on or rehearsal.has_other_width
+        if can_help and not self._request.pad_to_window:
             self.gradient.must_pad = True
             self.gradient.needs_padding = True
             return False
@@ -625,14 +608,47 @@ class WindowEngine:
         backward_code = self._recorder.backward_code.below([loss.grad_fn]).names
         raise depends_on_company(names[difference.term], difference, backward_code)
 
+    @property
+    def _is_in_rehearsal(self) -> bool:
+        """Whether the current micro-batch is a rehearsal, or may become one."""
+        return self.slot.is_rehearsal or self.slot.may_be_rehearsal
+
+    def _footprints(
+        self, loss: Tensor, readings: Sequence[Reading], positions: Sequence[int]
+    ) -> dict[FootprintKey, Footprints]:
+        """Return the footprints of the samples of a rehearsal, or of those that come again."""
+        chosen = [
+            sample
+            for sample, position in enumerate(positions)
+            if self._is_in_rehearsal or position in self._rehearsal.positions
+        ]
+        footprints, is_low_precision = footprints_of(
+            loss, readings, self._recorder, positions, chosen
+        )
+        self._rehearsal.is_low_precision |= is_low_precision
+        inside = footprints_inside(
+            loss,
+            readings,
+            self._recorder,
+            positions,
+            chosen,
+            can_run=not self.backend.is_sharded,  # its hooks on the graph gather parameters
+        )
+        return footprints | inside
+
     def _try_padding(self) -> None:
-        """Let the window be computed again with one padded width, because small differences between
-        two widths may be rounding, or an effect of the padding (a model without a mask).
+        """Let the window be computed again with one padded width, if samples that were compared in
+        two widths differ a little: that may be rounding, or an effect of the padding (a model
+        without a mask).
         """
-        if self._state is None or self._state.is_padding_tried:
+        rehearsal = self._rehearsal
+        is_small = rehearsal.largest_difference <= WIDTH_TOLERANCE or rehearsal.is_low_precision
+        if is_small or not rehearsal.has_other_width or self._goes_on:
+            return
+        if self._request.pad_to_window or self._state is None or self._state.is_padding_tried:
             return
         self.gradient.must_pad = True
-        self._unpadded_difference = self._rehearsal.largest_difference
+        self._unpadded_difference = rehearsal.largest_difference
 
     def _choices(
         self, loss: Tensor, readings: Sequence[Reading], num_samples: int

@@ -75,6 +75,11 @@ class Rehearsal:
         self.is_low_precision = False
         self.terms_with_gradient: set[TermKey] = set()
 
+    @property
+    def has_other_width(self) -> bool:
+        """Whether the samples that are compared now are padded to another width than before."""
+        return self.widths != self.widths_now
+
     def record(
         self,
         footprints: Mapping[FootprintKey, Footprints],
@@ -162,7 +167,7 @@ class Rehearsal:
             key: _in_common_arrangements(
                 pairs,
                 keeps_unused=is_inside(key[1]),
-                have_same_widths=self.widths == self.widths_now,
+                have_same_widths=not self.has_other_width,
             )
             for key, pairs in by_output.items()
         }
