@@ -100,10 +100,8 @@ def _causes_in(
     """
     trials: list[ConstantDraws | None] = [None]
     if step is not None:
-        trials = [ConstantDraws(device_of(context.model))]
-        if context.draws.places:
-            # A step of hf_ga draws the numbers of the reference, also where torch's are constant.
-            trials.append(None)
+        # A step of hf_ga draws the numbers of the reference, also where torch's are constant.
+        trials = [ConstantDraws(device_of(context.model)), None]
     found_first = None
     for draws in trials:
         trial = Trial(context, layout, step, draws, refused)

@@ -88,10 +88,25 @@ class Split:
 
 def list_hypotheses(split: Split) -> list[Hypothesis]:
     """List the weights that a step may have used: the correct ones first, then those of mistakes,
-    the most plausible first; then the same in a short last window, and with repeated micro-batches.
+    the most plausible first; then the same with repeated micro-batches, and in a short last window.
     """
     found = _table_of_weights(split)
-    steps = -(-len(split.targets) // split.num_processes)
+    num = len(split.targets)
+    num_repeated = -num % split.num_processes
+    if num_repeated:
+        even_batches = Cause(
+            "even_batches",
+            f"Accelerate repeats the first {num_repeated} of {num} micro-batches, so that all "
+            "processes have as many",
+        )
+        # Accelerate's loader repeats the first ones until all processes have the same number. The
+        # weight of a repeated micro-batch is the sum of both its weights.
+        order = np.arange(num + num_repeated) % num
+        found += [
+            Hypothesis(np.bincount(order, h.weights), (*h.causes, even_batches))
+            for h in _table_of_weights(split.repeated(order))
+        ]
+    steps = -(-num // split.num_processes)
     full = -(-split.accumulation_steps // split.num_processes)
     if steps < full:
         factor = steps / full
@@ -101,21 +116,6 @@ def list_hypotheses(split: Split) -> list[Hypothesis]:
             "by the full GA",
         )
         found += [Hypothesis(h.weights * factor, (*h.causes, last_window)) for h in found]
-    num = len(split.targets)
-    num_repeated = -num % split.num_processes
-    if not num_repeated:
-        return found
-    # Accelerate's loader repeats the first micro-batches until all processes have the same number.
-    order = np.arange(num + num_repeated) % num
-    even_batches = Cause(
-        "even_batches",
-        f"Accelerate repeats the first {num_repeated} of {num} micro-batches, so that all "
-        "processes have as many",
-    )
-    for hypothesis in list_hypotheses(split.repeated(order)):
-        # The weight of a repeated micro-batch is the sum of both its weights.
-        weights = np.bincount(order, hypothesis.weights)
-        found.append(Hypothesis(weights, (*hypothesis.causes, even_batches)))
     return found
 
 
