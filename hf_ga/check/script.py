@@ -261,12 +261,10 @@ def relative_error(result: ArmResult, full: ArmResult) -> float:
             "two runs of the script begin with other weights, so their updates cannot be "
             "compared: seed it, for example with accelerate.utils.set_seed(0)."
         )
-    reference = {name: gradient.double() for name, gradient in full.gradients.items()}
-    return total_norm(relative_errors(result.gradients, reference))
+    return total_norm(relative_errors(result.gradients, full.gradients))
 
 
 def scale_of(result: ArmResult, full: ArmResult) -> float:
     """Return the multiple of the full batch's gradient that is nearest to a gradient."""
-    pairs = [(result.gradients[name].double(), g.double()) for name, g in full.gradients.items()]
-    product = sum(float((gradient * reference).sum()) for gradient, reference in pairs)
-    return product / sum(float(reference.square().sum()) for _, reference in pairs)
+    product = sum(float((result.gradients[name] * g).sum()) for name, g in full.gradients.items())
+    return product / sum(float(g.square().sum()) for g in full.gradients.values())
