@@ -46,6 +46,7 @@ MAX_PADDING = 2
 LIMIT_SIXTEENTHS = (16, 14, 12, 10, 8, 7, 6, 5, 4)
 # A plan that needs less memory than the fastest plan may be slower by 1/32 of its time.
 SLOWDOWN_DENOMINATOR = 32
+NO_ROWS = np.empty(0, np.int64)
 
 
 class Computed(IntEnum):
@@ -184,11 +185,17 @@ def plan_by_length(
     candidates = []
     for sixteenths in LIMIT_SIXTEENTHS:
         limit = max(1, largest_limit * sixteenths // 16)
+        boundaries = cheapest_boundaries(
+            sorted_lengths,
+            limit,
+            overhead,
+            is_packed=is_packed,
+            pads_attention=pads_attention,
+            rows=rows,
+        )
         if is_packed:
-            boundaries = packed_boundaries(sorted_lengths, limit, overhead, pads_attention, rows)
             costs = _packed_costs(sorted_lengths, boundaries, pads_attention, rows)
         else:
-            boundaries = cheapest_boundaries(sorted_lengths, limit, overhead)
             padded_lengths = sorted_lengths[boundaries[1:] - 1]
             costs = np.diff(boundaries) * _costs_per_sample(padded_lengths)
         costs = costs + overhead * ATTENTION_WIDTH
@@ -256,48 +263,65 @@ def assign_longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, li
     return largest_sum, [indices[::-1] for indices in assignment]
 
 
-def cheapest_boundaries(sorted_lengths: np.ndarray, max_tokens: int, overhead: int) -> np.ndarray:
+def cheapest_boundaries(
+    sorted_lengths: np.ndarray,
+    max_tokens: int,
+    overhead: int,
+    *,
+    is_packed: bool = False,
+    pads_attention: bool = True,
+    rows: np.ndarray = NO_ROWS,
+) -> np.ndarray:
     """Split a window, sorted by length, into micro-batches with the smallest sum of costs.
 
-    Dynamic programming over the number of samples at which a micro-batch ends. Two kinds of ends
-    suffice: after the last sample of a length, or where the micro-batch is full. Any other end can
-    be moved one sample to the right, which makes a later micro-batch smaller at no cost.
+    Dynamic programming over the number of samples at which a micro-batch ends. All micro-batches of
+    packed tokens together have the same real tokens, so only their number, the padding of attention
+    and the tails of rows count.
 
     Args:
         sorted_lengths: Number of tokens of each sample, in ascending order, at least 1.
-        max_tokens: Maximum number of padded tokens in one micro-batch.
+        max_tokens: Maximum number of padded tokens in one micro-batch; of packed ones, of real
+            tokens, and of padded ones `MAX_PADDING` times as many.
         overhead: Cost of a micro-batch that does not depend on its size, in tokens.
+        is_packed: Whether padding is not computed, but in attention.
+        pads_attention: Whether attention of packed tokens is padded.
+        rows: Lengths of rows, in ascending order; none if tokens are not filled up.
 
     Returns:
         Ascending offsets from 0 to the number of samples. Each micro-batch consists of the samples
         from one of them up to the next.
     """
     num_samples = len(sorted_lengths)
-    fixed_cost = overhead * ATTENTION_WIDTH
+    ends = np.arange(1, num_samples + 1)
+    tokens_before = np.concatenate([[0], np.cumsum(sorted_lengths)])
+    # The last sample of a micro-batch is the longest one and determines its cost per sample, and
+    # the first begin at which its tokens are few enough.
+    if not is_packed:
+        first_begins = ends - max_tokens // sorted_lengths
+        costs_per_sample = _costs_per_sample(sorted_lengths)
+    else:
+        first_begins = np.maximum(
+            np.searchsorted(tokens_before, tokens_before[1:] - max_tokens),
+            ends - MAX_PADDING * max_tokens // sorted_lengths,
+        )
+        costs_per_sample = sorted_lengths**2 * pads_attention
+    first_begins = first_begins.clip(0, ends - 1).tolist()
     # Smallest cost of the first 0, 1, 2, ... samples, and where their last micro-batch begins.
     best_costs = np.zeros(num_samples + 1, np.int64)
-    best_costs[1:] = np.iinfo(np.int64).max // 4  # unknown; small enough to add to it
     begins = np.zeros(num_samples + 1, np.int64)
-    is_last_of_length = np.append(sorted_lengths[1:] != sorted_lengths[:-1], True).tolist()
     descending_sizes = np.arange(num_samples, 0, -1)
-    costs_per_sample = _costs_per_sample(sorted_lengths).tolist()
-    max_sizes = np.maximum(1, max_tokens // sorted_lengths).tolist()
     for end in range(1, num_samples + 1):
-        # The last sample is the longest one and determines the padded length.
-        cost_per_sample = costs_per_sample[end - 1]
-        max_size = max_sizes[end - 1]
-        if is_last_of_length[end - 1]:
-            first_begin = max(0, end - max_size)
-            sizes = descending_sizes[first_begin - end :]  # of micro-batches from each begin to end
-            costs = best_costs[first_begin:end] + sizes * cost_per_sample
-            cheapest = int(costs.argmin())
-            best_costs[end] = costs[cheapest] + fixed_cost
-            begins[end] = first_begin + cheapest
-        elif end >= max_size:
-            begin = end - max_size
-            best_costs[end] = best_costs[begin] + max_size * cost_per_sample + fixed_cost
-            begins[end] = begin
-    return _even_out(_followed(begins), sorted_lengths)
+        first_begin = first_begins[end - 1]
+        sizes = descending_sizes[first_begin - end :]  # of micro-batches from each begin to end
+        costs = best_costs[first_begin:end] + sizes * costs_per_sample[end - 1]
+        if len(rows):
+            num_tokens = tokens_before[end] - tokens_before[first_begin:end]
+            costs += _computed_tokens(num_tokens, rows) * ATTENTION_WIDTH
+        cheapest = int(costs.argmin())
+        best_costs[end] = costs[cheapest] + overhead * ATTENTION_WIDTH
+        begins[end] = first_begin + cheapest
+    boundaries = _followed(begins)
+    return boundaries if is_packed else _even_out(boundaries, sorted_lengths)
 
 
 def row_length(num_tokens: int, limit: int | None) -> int:
@@ -333,55 +357,6 @@ def _computed_tokens(num_tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
     is_row = num_tokens <= rows[-1]
     computed[is_row] = rows[np.searchsorted(rows, num_tokens[is_row])]
     return computed
-
-
-def packed_boundaries(
-    sorted_lengths: np.ndarray,
-    max_tokens: int,
-    overhead: int,
-    pads_attention: bool,
-    rows: np.ndarray,
-) -> np.ndarray:
-    """Split a window, sorted by length, into packed micro-batches with the smallest sum of costs.
-
-    Dynamic programming over the number of samples at which a micro-batch ends. All micro-batches
-    together have the same real tokens, so only their number, the padding of attention and the tails
-    of rows count.
-
-    Args:
-        sorted_lengths: Number of tokens of each sample, in ascending order, at least 1.
-        max_tokens: Maximum number of real tokens in one micro-batch; of padded ones `MAX_PADDING`
-            times as many.
-        overhead: Cost of a micro-batch that does not depend on its size, in tokens.
-        pads_attention: Whether attention is padded.
-        rows: Lengths of rows, in ascending order; none if tokens are not filled up.
-
-    Returns:
-        See `cheapest_boundaries`.
-    """
-    num_samples = len(sorted_lengths)
-    tokens_before = np.concatenate([[0], np.cumsum(sorted_lengths)])
-    # The first begin at which the real, and the padded tokens up to each end are few enough.
-    first_begins = np.maximum(
-        np.searchsorted(tokens_before, tokens_before[1:] - max_tokens),
-        np.arange(1, num_samples + 1) - np.maximum(1, MAX_PADDING * max_tokens // sorted_lengths),
-    )
-    first_begins = np.minimum(first_begins, np.arange(num_samples)).tolist()
-    attention_per_sample = sorted_lengths**2 if pads_attention else np.zeros_like(sorted_lengths)
-    best_costs = np.zeros(num_samples + 1, np.int64)
-    begins = np.zeros(num_samples + 1, np.int64)
-    descending_sizes = np.arange(num_samples, 0, -1)
-    for end in range(1, num_samples + 1):
-        first_begin = first_begins[end - 1]
-        sizes = descending_sizes[first_begin - end :]
-        costs = best_costs[first_begin:end] + sizes * attention_per_sample[end - 1]
-        if len(rows):
-            num_tokens = tokens_before[end] - tokens_before[first_begin:end]
-            costs += _computed_tokens(num_tokens, rows) * ATTENTION_WIDTH
-        cheapest = int(costs.argmin())
-        best_costs[end] = costs[cheapest] + overhead * ATTENTION_WIDTH
-        begins[end] = first_begin + cheapest
-    return _followed(begins)
 
 
 def _packed_costs(

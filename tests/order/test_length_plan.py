@@ -17,7 +17,6 @@ from hf_ga.order.length_plan import (
     MAX_PADDING,
     ByLength,
     cheapest_boundaries,
-    packed_boundaries,
     padded_tokens,
     plan_by_length,
     row_length,
@@ -129,7 +128,9 @@ def test_cheapest_cuts_of_packed_tokens(lengths, limit, overhead, pads_attention
                 options = (overhead, pads_attention, row_limit)
                 prices.append(sum(packed_price(group, *options) for group in groups))
     rows = np.array(row_lengths(row_limit), np.int64)
-    boundaries = packed_boundaries(widths, limit, overhead, pads_attention, rows)
+    boundaries = cheapest_boundaries(
+        widths, limit, overhead, is_packed=True, pads_attention=pads_attention, rows=rows
+    )
     chosen = [widths[a:b].tolist() for a, b in pairwise(boundaries)]
     assert all(fits_packed(group, limit) for group in chosen)
     found = sum(packed_price(group, overhead, pads_attention, row_limit) for group in chosen)
