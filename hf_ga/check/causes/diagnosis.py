@@ -215,33 +215,24 @@ class Trial:
         """Find the weights of the step, and the relative error that they leave: those of known
         mistakes, then the same with clipping after every micro-batch, then any.
         """
-        terms = self.terms
-        # Of a sum of several means, the step may have weighted by any of their divisors.
-        is_additive = self._error_of_sum(terms[0].shares) <= self.match_limit
         counts = count_usual(self.window)
         steps = self.layout.accumulation_steps
         num_processes = self.context.accelerator.num_processes
         known = []
-        for term in terms[:1] if is_additive else terms:
+        for term in self.terms:  # the step may have weighted by any of their divisors
             known += list_hypotheses(Split(term.values, counts, steps, num_processes))
-        closest, error = self._best_match(known)
-        if error <= self.match_limit:
-            return closest, error
-        others = [[fitted_weights(self.step_gradient, self.micro_batch_gradients, terms[0])]]
+        candidates = [known]
         if len(self.layout.offsets) > 1:  # a single one that is clipped just has another weight
             norm = float(self.step_gradient.double().norm())
-            others.insert(0, [hypothesis.clipped(norm) for hypothesis in known])
-        for hypotheses in others:
-            match, match_error = self._best_match(hypotheses)
-            if match_error <= self.match_limit:
-                return match, match_error
-        if self._is_imprecise(error):
-            return closest, error
-        return Hypothesis(closest.weights), error
-
-    def _best_match(self, hypotheses: list[Hypothesis]) -> tuple[Hypothesis, float]:
-        """Return the weights that explain the step's gradient best, with their relative error."""
-        return best_match(self.step_gradient, self.micro_batch_gradients, hypotheses)
+            candidates.append([hypothesis.clipped(norm) for hypothesis in known])
+        gradients = self.micro_batch_gradients
+        candidates.append([fitted_weights(self.step_gradient, gradients, self.terms[0])])
+        matches = [best_match(self.step_gradient, gradients, some) for some in candidates]
+        for match, error in matches:
+            if error <= self.match_limit:
+                return match, error
+        closest, error = matches[0]
+        return closest if self._is_imprecise(error) else Hypothesis(closest.weights), error
 
     def _is_imprecise(self, error: float) -> bool:
         """Whether low precision may be what known weights do not explain: not where the
