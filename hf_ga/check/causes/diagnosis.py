@@ -18,7 +18,6 @@ from hf_ga.check.causes.divisors import count_usual, format_numbers, read_diviso
 from hf_ga.check.causes.switches import ConstantDraws, unclipped
 from hf_ga.check.causes.weights import (
     Hypothesis,
-    Split,
     best_match,
     clipping_cause,
     fitted_weights,
@@ -69,14 +68,10 @@ def explain(
         is_short = len(sizes) < row.accumulation_steps
         kind = (is_short, max(sizes) - min(sizes) > 1, len(sizes) % num_processes > 0)
         has_raised = row.refused is not None and step is not None
-        if row.passed or has_raised:
-            continue
-        if kind in kinds:
-            row.causes = []
+        # Random numbers of a refused step are a cause already.
+        if row.passed or has_raised or row.causes or kind in kinds:
             continue
         kinds.add(kind)
-        if row.causes:  # random numbers, of a refused step
-            continue
         if context.has_batch_norm and row.refused is not None:
             row.causes = [BATCH_NORM]
         elif row.refused is None and row.share <= 1:
@@ -165,7 +160,9 @@ class Trial:
         self.micro_batch_gradients = []
         for micro_batch in window.micro_batches:
             _, gradients = plain_backward(context, window, micro_batch, draws=draws)
-            self.micro_batch_gradients.append(_flatten(gradients, names, stride))
+            flat = _flatten(gradients, names, stride)
+            # The mean over no targets is NaN; its weight is 0.
+            self.micro_batch_gradients.append(flat.nan_to_num(nan=0.0))
         terms = read_divisors(context, window)
         self.terms = sorted(terms, key=lambda term: self._error_of_sum(term.shares))
 
@@ -220,7 +217,7 @@ class Trial:
         num_processes = self.context.accelerator.num_processes
         known = []
         for term in self.terms:  # the step may have weighted by any of their divisors
-            known += list_hypotheses(Split(term.values, counts, steps, num_processes))
+            known += list_hypotheses(term.values, counts, steps, num_processes)
         candidates = [known]
         if len(self.layout.offsets) > 1:  # a single one that is clipped just has another weight
             norm = float(self.step_gradient.double().norm())
@@ -331,8 +328,8 @@ def _causes_of_draws(places: Mapping[str, str]) -> list[Cause]:
 
 def _has_several_widths(window: Window) -> bool:
     """Whether the micro-batches of a window are padded to different widths."""
-    first, *others = [widths_of(micro_batch.batch) for micro_batch in window.micro_batches]
-    return any(widths != first for widths in others)
+    widths = [widths_of(micro_batch.batch) for micro_batch in window.micro_batches]
+    return any(width != widths[0] for width in widths)
 
 
 def _parameters_without_gradient(gradients: Gradients, reference: Gradients) -> list[str]:
