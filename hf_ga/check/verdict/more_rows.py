@@ -3,16 +3,16 @@
 """
 
 import copy
+from collections import ChainMap
 
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 
 from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.check.steps import CheckContext, run_hf_ga_step
 from hf_ga.check.verdict.judging import compute_reference, judged
 from hf_ga.check.verdict.rows import OURS, Cause, ReportRow
 from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed, UnkeyedRandomness
-from hf_ga.loading.window import Window
-from hf_ga.pipeline.pipeline import Pipeline, prepare_pipeline
+from hf_ga.pipeline.pipeline import prepare_pipeline
 from hf_ga.recovery.checkpoint import state_sha256
 
 MULTIPLES = (1, 2, 4)  # per-device batch sizes, in chunks
@@ -42,32 +42,19 @@ def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
         pipeline = prepare_pipeline(context.accelerator, model, windows, num_stages=num_stages)
         (window,) = windows
         loss = pipeline.backward_window(window).loss
-        row.micro_batches = _gather_micro_batch_sizes(pipeline, window)
+        own_sizes = [len(micro_batch) for micro_batch in window.micro_batches]
+        # All stages of a replica compute the same micro-batches, so only first stages count them.
+        row.micro_batches = gather_object(own_sizes if pipeline.stage == 0 else [])
         row.accumulation_steps = len(row.micro_batches)
-        return loss, _gather_gradients(pipeline, context)
+        gradients = take_gradients(pipeline.model)
+        on_host = {name: gradient.cpu() for name, gradient in gradients.items()}
+        gathered = dict(ChainMap(*gather_object([on_host])))
+        return loss, send_to_device(gathered, context.accelerator.device)
 
     reference = compute_reference(context, context.first_samples_window(num_samples))
     # Raised on all processes: as ProcessFailed on those where nothing failed.
     refusals = (ConfigError, LossNotAdditive, UnkeyedRandomness, ProcessFailed)
     return judged(context, row, run, reference, refusals)
-
-
-def _gather_micro_batch_sizes(pipeline: Pipeline, window: Window) -> list[int]:
-    """Return the sizes of the micro-batches over all replicas. A collective."""
-    local_sizes = [len(micro_batch) for micro_batch in window.micro_batches]
-    # All stages of a replica compute the same micro-batches, so only first stages count them.
-    counted_here = local_sizes if pipeline.stage == 0 else []
-    return gather_object(counted_here)
-
-
-def _gather_gradients(pipeline: Pipeline, context: CheckContext) -> Gradients:
-    """Return the gradients of all stages by parameter name. A collective."""
-    own = {name: gradient.cpu() for name, gradient in take_gradients(pipeline.model).items()}
-    return {
-        name: gradient.to(context.accelerator.device)
-        for stage_gradients in gather_object([own])
-        for name, gradient in stage_gradients.items()
-    }
 
 
 def same_bits_row(context: CheckContext, chunk_size: int) -> ReportRow:
