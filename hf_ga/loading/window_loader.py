@@ -110,7 +110,7 @@ class WindowLoader(BaseLoader):
         else:
             self.lengths = np.ones(self.num_samples, np.int64)
             longest = None
-        self.splitter = self._make_splitter(
+        self._plan_with(
             planner,
             by_length=lengths is not None,
             longest=longest,

@@ -117,7 +117,7 @@ class StreamLoader(BaseLoader):
             pad_to_window=pad_to_window,
             canonical_micro_batch=canonical_micro_batch,
         )
-        self.splitter = self._make_splitter(
+        self._plan_with(
             planner,
             by_length=length_of is not None,
             longest=None,
@@ -133,15 +133,6 @@ class StreamLoader(BaseLoader):
             length_of=length_of or sample_length,
             drop_last_window=drop_last_window,
         )
-
-    def use_seed(self, seed: int) -> None:
-        """Use the shuffle seed of a saved position, also in the process that reads the stream.
-
-        Args:
-            seed: The seed of the run that saved the position.
-        """
-        super().use_seed(seed)  # makes another `splitter`, which holds the seed
-        self.reader = replace(self.reader, splitter=self.splitter)
 
     def trial_samples(self, count: int) -> list[Any]:
         """Return up to `count` of the first samples of the stream, for the trial of the loss:
@@ -164,6 +155,7 @@ class StreamLoader(BaseLoader):
         """
         reader = replace(
             self.reader,
+            splitter=self.splitter,
             epoch=self.epoch,
             num_consumed=self.num_consumed,
             pad_to_window=self.state.pad_to_window,
