@@ -19,8 +19,15 @@ from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.whole.whole_window import loss_of_all
 from hf_ga.loading.batches import MicroBatch
 from hf_ga.loading.window import Window
-from hf_ga.model.forward import Batch, argument_filter, restored_state, run_forward
+from hf_ga.model.forward import (
+    Batch,
+    argument_filter,
+    restored_state,
+    run_forward,
+    transformers_configs,
+)
 from hf_ga.model.outputs import named_tensors, with_tensors
+from hf_ga.model.override import replaced
 from hf_ga.model.precision import at_least_float32, temporary_dtype
 
 
@@ -100,24 +107,9 @@ class _Float64Casts(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is Tensor.float:
             function = Tensor.double
-        elif getattr(function, "__name__", None) == "_grouped_mm" and args[1].dim() == 3:
-            # torch has no float64 kernel for it.
-            rows, matrices, *_ = args
-            return _grouped_matmul(rows, matrices, kwargs["offs"])
         args = tuple(map(_float64_dtype, args))
         kwargs = {name: _float64_dtype(value) for name, value in kwargs.items()}
         return function(*args, **kwargs)
-
-
-def _grouped_matmul(rows: Tensor, matrices: Tensor, group_ends: Tensor) -> Tensor:
-    """Multiply each group of consecutive rows by the matrix of its group, in any dtype. Group i
-    ends before row `group_ends[i]`; the result is 0 for rows behind the last group.
-    """
-    groups = torch.tensor_split(rows, group_ends.cpu().long())
-    # tensor_split also returns the rows behind the last group: multiply them by zeros.
-    factors = [*matrices, 0 * matrices[0]]
-    products = [group @ matrix for group, matrix in zip(groups, factors, strict=True)]
-    return torch.cat(products)
 
 
 def _float64_dtype(argument: Any) -> Any:
@@ -137,5 +129,14 @@ def running_in_float64(model: nn.Module) -> Iterator[None]:
     """Run the block with the model's parameters, buffers and own casts to float32 in float64."""
     tensors = [*model.parameters(), *model.buffers()]
     floating_point = [tensor for tensor in tensors if tensor.is_floating_point()]
-    with temporary_dtype(floating_point, torch.float64), _Float64Casts():
+    # torch has no float64 kernel for the products of all experts at once.
+    experts_one_by_one = [
+        (config, "_experts_implementation_internal", "eager")
+        for config in transformers_configs(model)
+    ]
+    with (
+        temporary_dtype(floating_point, torch.float64),
+        _Float64Casts(),
+        replaced(experts_one_by_one),
+    ):
         yield
