@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import new_class
 from typing import Any
@@ -309,18 +310,16 @@ def run_arm(request: ArmRequest, arguments: Sequence[str]) -> ArmResult | None:
     """Run a script with its arguments up to its first update. None: it ended without one."""
     arm = Arm(request)
 
-    def split(exact: Callable[[type], type], mixin: type) -> Callable[[type], type]:
-        """Return a function: class that the script calls -> class of the object that it gets."""
+    def choose(exact: Callable[[type], type], mixin: type, cls: type) -> type:
+        """Return the class of an object of the script, exact or not, with the mixin."""
+        base = exact(cls) if request.is_exact else cls
+        name = base.__name__
+        return new_class(name, (mixin, base), exec_body=lambda body: body.update(arm=arm))
 
-        def choose(cls: type) -> type:
-            """Return the class, exact or not, with the mixin."""
-            base = exact(cls) if request.is_exact else cls
-            name = base.__name__
-            return new_class(name, (mixin, base), exec_body=lambda body: body.update(arm=arm))
-
-        return choose
-
-    replace_classes(split(exact_accelerator, SplitAccelerator), split(exact_trainer, SplitTrainer))
+    replace_classes(
+        partial(choose, exact_accelerator, SplitAccelerator),
+        partial(choose, exact_trainer, SplitTrainer),
+    )
     register_optimizer_step_pre_hook(arm.before_step)
     set_seed(SEED)
     try:
