@@ -185,7 +185,7 @@ def plan_by_length(
     candidates = []
     for sixteenths in LIMIT_SIXTEENTHS:
         limit = max(1, largest_limit * sixteenths // 16)
-        boundaries = cheapest_boundaries(
+        boundaries, costs = cheapest_boundaries(
             sorted_lengths,
             limit,
             overhead,
@@ -193,12 +193,6 @@ def plan_by_length(
             pads_attention=pads_attention,
             rows=rows,
         )
-        if is_packed:
-            costs = _packed_costs(sorted_lengths, boundaries, pads_attention, rows)
-        else:
-            padded_lengths = sorted_lengths[boundaries[1:] - 1]
-            costs = np.diff(boundaries) * _costs_per_sample(padded_lengths)
-        costs = costs + overhead * ATTENTION_WIDTH
         if lockstep:
             time, assignment = _assign_in_rounds(costs, num_processes)
         else:
@@ -228,13 +222,6 @@ def padded_tokens(plan: Plan, lengths: np.ndarray) -> int:
         for micro_batch in share:
             total += len(micro_batch) * int(lengths[micro_batch].max())
     return total
-
-
-def _costs_per_sample(padded_lengths: np.ndarray) -> np.ndarray:
-    """Return the compute cost of one sample in micro-batches that are padded to these lengths, in
-    units of 1 / ATTENTION_WIDTH tokens, so that all costs are integers.
-    """
-    return padded_lengths * (ATTENTION_WIDTH + padded_lengths)
 
 
 def assign_longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
@@ -271,7 +258,7 @@ def cheapest_boundaries(
     is_packed: bool = False,
     pads_attention: bool = True,
     rows: np.ndarray = NO_ROWS,
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
     """Split a window, sorted by length, into micro-batches with the smallest sum of costs.
 
     Dynamic programming over the number of samples at which a micro-batch ends. All micro-batches of
@@ -288,8 +275,9 @@ def cheapest_boundaries(
         rows: Lengths of rows, in ascending order; none if tokens are not filled up.
 
     Returns:
-        Ascending offsets from 0 to the number of samples. Each micro-batch consists of the samples
-        from one of them up to the next.
+        Ascending offsets from 0 to the number of samples, and the cost of each micro-batch, which
+        consists of the samples from one of them up to the next. Costs are integers, in units of 1 /
+        ATTENTION_WIDTH tokens.
     """
     num_samples = len(sorted_lengths)
     ends = np.arange(1, num_samples + 1)
@@ -298,7 +286,7 @@ def cheapest_boundaries(
     # the first begin at which its tokens are few enough.
     if not is_packed:
         first_begins = ends - max_tokens // sorted_lengths
-        costs_per_sample = _costs_per_sample(sorted_lengths)
+        costs_per_sample = sorted_lengths * (ATTENTION_WIDTH + sorted_lengths)
     else:
         first_begins = np.maximum(
             np.searchsorted(tokens_before, tokens_before[1:] - max_tokens),
@@ -321,7 +309,16 @@ def cheapest_boundaries(
         best_costs[end] = costs[cheapest] + overhead * ATTENTION_WIDTH
         begins[end] = first_begin + cheapest
     boundaries = _followed(begins)
-    return boundaries if is_packed else _even_out(boundaries, sorted_lengths)
+    if not is_packed:
+        boundaries = _even_out(boundaries, sorted_lengths)
+        costs = np.diff(boundaries) * costs_per_sample[boundaries[1:] - 1]
+        return boundaries, costs + overhead * ATTENTION_WIDTH
+    # What is the same for all splits was left out.
+    if not len(rows):
+        best_costs += tokens_before * ATTENTION_WIDTH
+    if not pads_attention:
+        best_costs[1:] += np.cumsum(sorted_lengths**2)
+    return boundaries, np.diff(best_costs[boundaries])
 
 
 def row_length(num_tokens: int, limit: int | None) -> int:
@@ -357,21 +354,6 @@ def _computed_tokens(num_tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
     is_row = num_tokens <= rows[-1]
     computed[is_row] = rows[np.searchsorted(rows, num_tokens[is_row])]
     return computed
-
-
-def _packed_costs(
-    sorted_lengths: np.ndarray,
-    boundaries: np.ndarray,
-    pads_attention: bool,
-    rows: np.ndarray,
-) -> np.ndarray:
-    """Return the compute cost of each packed micro-batch, see `_costs_per_sample`."""
-    starts = boundaries[:-1]
-    tokens = _computed_tokens(np.add.reduceat(sorted_lengths, starts), rows)
-    attention = np.add.reduceat(sorted_lengths**2, starts)
-    if pads_attention:
-        attention = np.diff(boundaries) * sorted_lengths[boundaries[1:] - 1] ** 2
-    return tokens * ATTENTION_WIDTH + attention
 
 
 def _followed(begins: np.ndarray) -> np.ndarray:

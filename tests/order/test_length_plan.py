@@ -75,8 +75,8 @@ def fits(group, lengths, limit, overhead):
 def cheapest(lengths, limit, overhead):
     """The micro-batches between the cheapest cuts, one a list of lengths."""
     widths = np.maximum(np.sort(lengths), 1)
-    cuts = cheapest_boundaries(widths, limit, overhead).tolist()
-    return [widths[a:b] for a, b in pairwise(cuts)]
+    cuts, _ = cheapest_boundaries(widths, limit, overhead)
+    return [widths[a:b] for a, b in pairwise(cuts.tolist())]
 
 
 def total(groups, overhead):
@@ -128,7 +128,7 @@ def test_cheapest_cuts_of_packed_tokens(lengths, limit, overhead, pads_attention
                 options = (overhead, pads_attention, row_limit)
                 prices.append(sum(packed_price(group, *options) for group in groups))
     rows = np.array(row_lengths(row_limit), np.int64)
-    boundaries = cheapest_boundaries(
+    boundaries, _ = cheapest_boundaries(
         widths, limit, overhead, is_packed=True, pads_attention=pads_attention, rows=rows
     )
     chosen = [widths[a:b].tolist() for a, b in pairwise(boundaries)]
