@@ -25,7 +25,7 @@ from hf_ga.check.gradients import relative_errors, total_norm
 from hf_ga.check.script_arm import (
     OUTPUT,
     RESULT,
-    ArmRequest,
+    Arm,
     ArmResult,
     run_in_process,
 )
@@ -102,7 +102,7 @@ def check_script(arguments: Sequence[str]) -> bool:
             "a script is checked on one process: start it with python -m hf_ga.check, without "
             "accelerate launch."
         )
-    report = _run(ArmRequest(is_exact=True), arguments, "as written")
+    report = _run(Arm(is_exact=True), arguments, "as written")
     print(
         f"{arguments[0]}: the first update is a window of {report.num_samples} samples, which the "
         f"script splits into {report.num_micro_batches}"
@@ -162,12 +162,12 @@ def _compared(
     """
     plan = replace(report, gradients={})  # each tensor would take a file descriptor
     limit = LOW_PRECISION_LIMIT if report.is_low_precision else LIMIT
-    full = _run(ArmRequest(is_exact, plan, 1), arguments, f"{name}, full batch")
+    full = _run(Arm(is_exact, plan, 1), arguments, f"{name}, full batch")
     for number in numbers:
-        request = ArmRequest(is_exact, plan, number)
+        arm = Arm(is_exact, plan, number)
         is_as_written = number == report.num_micro_batches
         try:
-            result = _run(request, arguments, f"{name}, {number} micro-batches")
+            result = _run(arm, arguments, f"{name}, {number} micro-batches")
         except Refused as refusal:
             if not is_as_written:
                 print(f"  {name}, {number} micro-batches: refused: {refusal}", flush=True)
@@ -222,13 +222,13 @@ def splits_of(report: ArmResult) -> list[int]:
     return sorted({*chosen, own} - {1})
 
 
-def _run(request: ArmRequest, arguments: Sequence[str], name: str) -> ArmResult:
+def _run(arm: Arm, arguments: Sequence[str], name: str) -> ArmResult:
     """Run the script in a process of its own. The ConfigError of one that fails has the end of what
     it printed.
     """
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
-        process = PROCESSES.Process(target=run_in_process, args=(request, folder, list(arguments)))
+        process = PROCESSES.Process(target=run_in_process, args=(arm, folder, list(arguments)))
         with tqdm(total=1, desc=name, leave=False, disable=None):
             process.start()
             process.join()
