@@ -132,6 +132,7 @@ class StreamLoader(BaseLoader):
             shuffle_buffer_size=shuffle_buffer_size,
             length_of=length_of or sample_length,
             drop_last_window=drop_last_window,
+            state=self.state,
         )
 
     def trial_samples(self, count: int) -> list[Any]:
@@ -158,8 +159,6 @@ class StreamLoader(BaseLoader):
             splitter=self.splitter,
             epoch=self.epoch,
             num_consumed=self.num_consumed,
-            pad_to_window=self.state.pad_to_window,
-            computed=self.state.computed,
         )
         for request, samples, batches in load_items(
             reader, self.num_workers, self.accelerator.device
@@ -176,10 +175,6 @@ class StreamLoader(BaseLoader):
             del request, samples, batches  # the caller alone keeps the window in memory
             yield window
             del window
-            # The first steps may have enabled padding or packing. Has no effect on a reader in a
-            # worker; the training step plans its windows again.
-            reader.pad_to_window = self.state.pad_to_window
-            reader.computed = self.state.computed
         self._check_same_stream(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
 

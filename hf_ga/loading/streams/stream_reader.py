@@ -20,7 +20,7 @@ from hf_ga.errors import DataError
 from hf_ga.loading.base_loader import Splitter
 from hf_ga.loading.fetch import Fetcher, WindowRequest
 from hf_ga.loading.streams.shuffle_buffer import shuffled
-from hf_ga.order.length_plan import Computed
+from hf_ga.loading.window import LoaderState
 
 Numbered = tuple[int, Any]  # (0-based index in the stream, sample)
 
@@ -73,10 +73,10 @@ class WindowReader(IterableDataset):
         shuffle_buffer_size: Number of samples in the shuffle buffer. 0: no shuffling.
         length_of: A function from a sample to its number of tokens.
         drop_last_window: Whether to drop a short last window.
+        state: The state that the loader shares with its windows. A reader in a worker has a copy of
+            when it began; the training step plans its windows again.
         epoch: The epoch of the pass (0-based).
         num_consumed: Number of windows to skip at the beginning.
-        pad_to_window: Whether all micro-batches are padded to the longest sample of their window.
-        computed: Which tokens plans by length count.
     """
 
     dataset: Any
@@ -85,10 +85,9 @@ class WindowReader(IterableDataset):
     shuffle_buffer_size: int
     length_of: Callable[[Any], int]
     drop_last_window: bool
+    state: LoaderState
     epoch: int = 0
     num_consumed: int = 0
-    pad_to_window: bool = False
-    computed: Computed = Computed.PADDED
 
     def __iter__(self) -> Iterator[tuple[WindowRequest, HeldSamples, list[dict[str, Any]]]]:
         """Yield (plan, samples, collated micro-batches of this process) for each window."""
@@ -108,8 +107,8 @@ class WindowReader(IterableDataset):
                 index,
                 sample_ids=np.array(ids, np.int64),
                 lengths=np.array(lengths, np.int64),
-                pad_to_window=self.pad_to_window,
-                computed=self.computed,
+                pad_to_window=self.state.pad_to_window,
+                computed=self.state.computed,
             )
             self.fetcher.dataset = held
             batches = self.fetcher[request]
