@@ -177,7 +177,7 @@ def _run_and_explain_all(
     for layout in tqdm(layouts, unit="layout", delay=5, leave=False, disable=not is_shown):
         if layout.num_samples != num_samples:  # layouts with the same samples share a reference
             num_samples = layout.num_samples
-            reference = compute_reference(context, context.first_samples_window(num_samples))
+            reference = compute_reference(context, num_samples)
         for arm, step in arms.items():
             row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
             run = partial(layout.run, context, step, layout.collate_window(context))

@@ -144,8 +144,8 @@ class Trial:
         if self.has_several_widths:
             window = window.padded_to_window()
         self.window = window
-        whole = window.split([np.arange(window.num_samples)])
-        _, reference = plain_backward(context, whole, whole.micro_batches[0], draws=draws)
+        (whole,) = window.split([np.arange(window.num_samples)]).micro_batches
+        _, reference = plain_backward(context, whole, draws=draws)
         step_gradients = reference
         self.refused = refused
         if refused is None:
@@ -159,7 +159,7 @@ class Trial:
         self.step_gradient = _flatten(step_gradients, names, stride)
         self.micro_batch_gradients = []
         for micro_batch in window.micro_batches:
-            _, gradients = plain_backward(context, window, micro_batch, draws=draws)
+            _, gradients = plain_backward(context, micro_batch, draws=draws)
             flat = _flatten(gradients, names, stride)
             # The mean over no targets is NaN; its weight is 0.
             self.micro_batch_gradients.append(flat.nan_to_num(nan=0.0))

@@ -26,7 +26,6 @@ def look_at_forwards(context: CheckContext) -> list[nn.Module]:
         The innermost modules with random draws that cannot be tied to samples.
     """
     longest = max(context.samples, key=sample_length)
-    window = context.first_samples_window(max(BATCH_SIZES))
     with (
         context.draws.scope(),
         restored_state(context.model),
@@ -35,7 +34,7 @@ def look_at_forwards(context: CheckContext) -> list[nn.Module]:
     ):
         for num_samples in BATCH_SIZES:
             batch = as_batch(context.collate_fn([longest] * num_samples))
-            begin_draws(context, window, np.arange(num_samples))
+            begin_draws(context, np.arange(num_samples))
             mean_loss(context, send_to_device(batch, device_of(context.model)))
     return list(dict.fromkeys(found))
 

@@ -18,7 +18,6 @@ from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.whole.whole_window import loss_of_all
 from hf_ga.loading.batches import MicroBatch
-from hf_ga.loading.window import Window
 from hf_ga.model.forward import (
     Batch,
     argument_filter,
@@ -33,7 +32,6 @@ from hf_ga.model.precision import at_least_float32, temporary_dtype
 
 def plain_backward(
     context: CheckContext,
-    window: Window,
     micro_batch: MicroBatch,
     precision: str | None = None,
     *,
@@ -44,7 +42,6 @@ def plain_backward(
 
     Args:
         context: The model and the settings of the check.
-        window: The window; its seed, epoch and index set the keys of random draws.
         micro_batch: The batch: some samples of the window, or all.
         precision: "float64". None: the precision of the check.
         draws: The random draws of the forward. None: those of the reference.
@@ -60,7 +57,7 @@ def plain_backward(
     batch = send_to_device(micro_batch.batch, device)
     if precision == "float64":
         batch = {name: _to_float64(value) for name, value in batch.items()}
-    begin_draws(context, window, micro_batch.positions)
+    begin_draws(context, micro_batch.positions)
     with (
         running_in_float64(model) if precision == "float64" else nullcontext(),
         (draws or context.draws).scope(),
@@ -75,11 +72,13 @@ def plain_backward(
     return float(mean.detach()), gradients
 
 
-def begin_draws(context: CheckContext, window: Window, positions: np.ndarray) -> None:
-    """Key the random draws of the next forward by the samples at these positions of a window."""
+def begin_draws(context: CheckContext, positions: np.ndarray) -> None:
+    """Key the random draws of the next forward by the samples at these positions of the window,
+    the first one of epoch 0.
+    """
     device = device_of(context.model)
-    keys = sample_keys(window.request.seed, window.epoch, positions)
-    key_of_window = window_key(window.request.seed, window.epoch, window.index)
+    keys = sample_keys(context.seed, 0, positions)
+    key_of_window = window_key(context.seed, 0, 0)
     context.draws.begin(keys.to(device), key_of_window.to(device))
 
 

@@ -51,7 +51,7 @@ def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
         gathered = dict(ChainMap(*gather_object([on_host])))
         return loss, send_to_device(gathered, context.accelerator.device)
 
-    reference = compute_reference(context, context.first_samples_window(num_samples))
+    reference = compute_reference(context, num_samples)
     # Raised on all processes: as ProcessFailed on those where nothing failed.
     refusals = (ConfigError, LossNotAdditive, UnkeyedRandomness, ProcessFailed)
     return judged(context, row, run, reference, refusals)
