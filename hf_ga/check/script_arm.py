@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from hf_ga.check.causes.divisors import name_of_term, readings_by_term
 from hf_ga.check.gradients import Gradients
@@ -195,31 +195,22 @@ class Arm:
             return None if window is None else window.engine
         return self.owner.training_loop.engine
 
-    def split(self, loader: Any) -> Any:
-        """Return a loader with other batches of the same samples.
+    def split(self, loader: Any) -> None:
+        """Let a loader make other batches of the same samples.
 
         Raises:
             ConfigError: If it has a batch sampler of its own.
         """
         is_prepared = getattr(loader, "_is_accelerate_prepared", False)
         if self.as_written is None or is_prepared or not isinstance(loader, DataLoader):
-            return loader
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        if not is_stream and type(loader.batch_sampler) is not BatchSampler:
+            return
+        sampler = loader.batch_sampler
+        if type(sampler) is not BatchSampler:
             raise ConfigError(
-                f"the batches of a {type(loader.batch_sampler).__name__} cannot be split otherwise."
+                f"the batches of a {type(sampler).__name__} cannot be split otherwise."
             )
-        options = {} if is_stream else {"sampler": loader.sampler}
-        return DataLoader(
-            loader.dataset,
-            batch_size=self.batch_size(loader.batch_size),
-            collate_fn=loader.collate_fn,
-            drop_last=loader.drop_last,
-            generator=loader.generator,
-            num_workers=loader.num_workers,
-            worker_init_fn=loader.worker_init_fn,
-            **options,
-        )
+        sampler.batch_size = self.batch_size(loader.batch_size)
+        vars(loader)["batch_size"] = sampler.batch_size  # torch refuses to set it
 
 
 class SplitAccelerator:
@@ -248,7 +239,8 @@ class SplitAccelerator:
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader with batches of another size."""
         arm = self.arm
-        prepared = super().prepare_data_loader(arm.split(data_loader), *args, **kwargs)
+        arm.split(data_loader)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if arm.is_exact and arm.as_written is not None:
             # A rehearsed window has one micro-batch less. The run as written is rehearsed.
             self.training_loop.engine.rehearses = False
