@@ -112,9 +112,8 @@ def check_script(arguments: Sequence[str]) -> bool:
     splits = splits_of(report)
     # The script's own library, in its own split, or in another one if that is the full batch.
     own = report.num_micro_batches if report.num_micro_batches in splits else splits[-1]
-    library = f"{'accelerate' if report.kind == 'Accelerator' else 'transformers'}.{report.kind}"
-    ours = dict(_compared("hf_ga", splits, report, arguments, is_exact=True))
-    ((_, of_library),) = _compared(library, [own], report, arguments, is_exact=False)
+    ours = dict(_compared(splits, report, arguments, is_exact=True))
+    ((_, of_library),) = _compared([own], report, arguments, is_exact=False)
     if not of_library.is_full and own in ours:
         # With the divisors of each micro-batch.
         for cause in causes(ours[own].result, of_library.scale):
@@ -138,7 +137,6 @@ class ComparedSplit:
 
 
 def _compared(
-    name: str,
     numbers: Sequence[int],
     report: ArmResult,
     arguments: Sequence[str],
@@ -151,15 +149,15 @@ def _compared(
     it, and without. A rehearsal may show how a loss is read that single micro-batches do not.
 
     Args:
-        name: The library.
         numbers: Numbers of micro-batches.
         report: The window as the script splits it.
         arguments: The script and its arguments.
-        is_exact: Whether the library is hf_ga.
+        is_exact: Whether the library is hf_ga, and not that of the script.
 
     Yields:
         Each number of micro-batches that was not refused, and its split.
     """
+    name = "hf_ga" if is_exact else report.kind
     plan = replace(report, gradients={})  # each tensor would take a file descriptor
     limit = LOW_PRECISION_LIMIT if report.is_low_precision else LIMIT
     full = _run(Arm(is_exact, plan, 1), arguments, f"{name}, full batch")

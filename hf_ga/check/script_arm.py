@@ -44,7 +44,7 @@ class ArmResult:
     """What one run of the script found.
 
     Attributes:
-        kind: "Accelerator" or "Trainer".
+        kind: "accelerate.Accelerator" or "transformers.Trainer".
         num_micro_batches: Number of micro-batches of the window.
         gradients: The gradient of the first update, by the name of the parameter.
         is_by_hand: Whether the script accumulates by hand: it divides its losses itself.
@@ -146,7 +146,7 @@ class Arm:
         accelerator = owner.accelerator if self.is_trainer else owner
         settings = owner.args if self.is_trainer else owner
         result = ArmResult(
-            kind="Trainer" if self.is_trainer else "Accelerator",
+            kind="transformers.Trainer" if self.is_trainer else "accelerate.Accelerator",
             num_micro_batches=settings.gradient_accumulation_steps,
             is_low_precision=accelerator.mixed_precision != "no",
         )
