@@ -123,27 +123,12 @@ class Splitter:
             return replace(self.planner, computed=computed)(lengths, num_processes)
         return self.planner(lengths, num_processes)
 
-    def replan(
-        self,
-        request: WindowRequest,
-        *,
-        pad_to_window: bool = False,
-        computed: Computed = Computed.PADDED,
-    ) -> WindowRequest:
-        """Plan a window again.
-
-        Args:
-            request: The plan of the window, which was planned by lengths.
-            pad_to_window: See `make_request`.
-            computed: See `make_request`.
+    def replan(self, request: WindowRequest, **options: Any) -> WindowRequest:
+        """Plan a window again, which was planned by lengths; the options are those of
+        `make_request`.
         """
         return self.make_request(
-            request.epoch,
-            request.index,
-            request.sample_ids,
-            request.lengths,
-            pad_to_window=pad_to_window,
-            computed=computed,
+            request.epoch, request.index, request.sample_ids, request.lengths, **options
         )
 
 
