@@ -122,6 +122,7 @@ class Trial:
         missing: Names of the parameters that should have a gradient but have a zero one. The
             vectors above do not contain them.
         terms: What the terms of the loss divide by, the one closest to the full batch first.
+        residual: Relative error of the sum that this term gives.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Trial:
             self.micro_batch_gradients.append(flat.nan_to_num(nan=0.0))
         terms = read_divisors(context, window)
         self.terms = sorted(terms, key=lambda term: self._error_of_sum(term.shares))
+        self.residual = self._error_of_sum(self.terms[0].shares)
 
     def causes(self) -> tuple[list[Cause], bool]:
         """Return the causes; if there is none, one named "unknown". And whether known weights
@@ -215,8 +217,10 @@ class Trial:
         counts = count_usual(self.window)
         steps = self.layout.accumulation_steps
         num_processes = self.context.accelerator.num_processes
+        # Of a sum of several means, the step may have weighted by any of their divisors.
+        is_additive = self.residual <= self.match_limit
         known = []
-        for term in self.terms:  # the step may have weighted by any of their divisors
+        for term in self.terms[:1] if is_additive else self.terms:
             known += list_hypotheses(term.values, counts, steps, num_processes)
         candidates = [known]
         if len(self.layout.offsets) > 1:  # a single one that is clipped just has another weight
@@ -262,13 +266,12 @@ class Trial:
         """Return why no weights of the micro-batches give the full batch's gradient."""
         context = self.context
         terms = self.terms
-        residual = self._error_of_sum(terms[0].shares)
-        if residual <= self.match_limit:
+        if self.residual <= self.match_limit:
             return []
         if context.has_batch_norm:
             return [BATCH_NORM]
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
-        evidence = f"residual {residual:.1e}"
+        evidence = f"residual {self.residual:.1e}"
         if context.settings.whole_batch is not None:
             negatives = "each micro-batch compares its own samples only (in-batch negatives)"
             return [Cause("cross-batch loss", f"{text}: {negatives}", evidence)]
