@@ -147,10 +147,11 @@ def run_user_step(
     if loss is not None:
         local_loss = float(torch.as_tensor(loss).detach())
         loss = sum_over_ranks(context.accelerator, [local_loss])[0] / num_processes
-    trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
-    left_out = trained.keys() - gradients.keys()
-    gradients |= {name: torch.zeros_like(trained[name]) for name in left_out}
-    return loss, {name: gradients[name] for name in trained}
+    return loss, {
+        name: gradients[name] if name in gradients else torch.zeros_like(parameter)
+        for name, parameter in context.model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
