@@ -61,8 +61,7 @@ def same_bits_row(context: CheckContext, chunk_size: int) -> ReportRow:
     """Return the row "bits": the window's gradient in chunks of `chunk_size` samples, with
     per-device batch sizes of 1, 2 and 4 chunks, has one hash and loss.
     """
-    hashes = {}  # batch size -> hash of the gradients
-    losses = []
+    results = {}  # batch size -> hash of the gradients, loss
     for batch_size in [chunk_size * multiple for multiple in MULTIPLES]:
         window = context.first_samples_window(
             len(context.samples),
@@ -70,18 +69,17 @@ def same_bits_row(context: CheckContext, chunk_size: int) -> ReportRow:
             canonical_micro_batch=chunk_size,
         )
         loss, gradients = run_hf_ga_step(context, window)
-        hashes[batch_size] = state_sha256(gradients)
-        losses.append(loss)
+        results[batch_size] = (state_sha256(gradients), loss)
     sizes = [len(micro_batch) for micro_batch in window.micro_batches]
-    row = ReportRow(OURS, "bits", sizes, len(sizes), loss=losses[0])
-    row.passed = len(set(hashes.values())) == len(set(losses)) == 1
-    row.error = 0.0 if row.passed else float("inf")
-    row.worst_share = row.error
-    if not row.passed:
-        text = (
-            "a kernel of the model gives other bits when it runs again: call "
-            "torch.use_deterministic_algorithms(True)"
-        )
-        seen = [f"per-device batch size {size}: {digest[:12]}" for size, digest in hashes.items()]
-        row.causes.append(Cause("not deterministic", text, ", ".join(seen)))
+    row = ReportRow(OURS, "bits", sizes, len(sizes), loss=loss)
+    row.passed = len(set(results.values())) == 1
+    if row.passed:
+        row.error = row.worst_share = 0.0
+        return row
+    text = (
+        "a kernel of the model gives other bits when it runs again: call "
+        "torch.use_deterministic_algorithms(True)"
+    )
+    seen = [f"per-device batch size {size}: {digest[:12]}" for size, (digest, _) in results.items()]
+    row.causes.append(Cause("not deterministic", text, ", ".join(seen)))
     return row
