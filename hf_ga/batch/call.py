@@ -281,9 +281,6 @@ def _make_window(
         sample_ids=offsets,
         micro_batches=[first_offset + indices for indices in micro_batches],
         max_micro_batches=backend.max_over_ranks(len(micro_batches)),
-        pad_to_window=state.pad_to_window,
+        pad_to_window=state.pad_to_window and agreement.can_pad,
     )
-    window = BatchWindow(request, collated, collated[request], state, can_pad=agreement.can_pad)
-    if state.pad_to_window and not agreement.can_pad:
-        window.padded_to_window()  # raises
-    return window
+    return BatchWindow(request, collated, collated[request], state, can_pad=agreement.can_pad)
