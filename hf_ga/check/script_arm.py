@@ -209,7 +209,7 @@ class Arm:
             raise ConfigError(
                 f"the batches of a {type(sampler).__name__} cannot be split otherwise."
             )
-        sampler.batch_size = self.batch_size(loader.batch_size)
+        sampler.batch_size = self.batch_size(sampler.batch_size)
         vars(loader)["batch_size"] = sampler.batch_size  # torch refuses to set it
 
 
