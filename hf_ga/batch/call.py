@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hf_ga.batch.backend import make_backend
-from hf_ga.batch.collated import CollatedBatch, CollatedFetcher
+from hf_ga.batch.collated import CollatedBatch
 from hf_ga.batch.padding import TokenEntries, groups_in_both
 from hf_ga.batch.ranks import (
     Agreement,
@@ -269,9 +269,9 @@ def _make_window(
     first_offset = agreement.first_offset(backend.process_index)
     needs_all = needs_all or 0 in agreement.num_samples_by_rank
     if needs_all and backend.num_processes > 1:
-        fetcher = CollatedFetcher(gather_batches(backend, collated), 0)
+        collated = gather_batches(backend, collated)
     else:
-        fetcher = CollatedFetcher(collated, first_offset)
+        collated.first_offset = first_offset
     offsets = np.arange(agreement.num_samples)
     request = WindowRequest(
         seed=agreement.seed,
@@ -281,9 +281,6 @@ def _make_window(
         sample_ids=offsets,
         micro_batches=[first_offset + indices for indices in micro_batches],
         max_micro_batches=backend.max_over_ranks(len(micro_batches)),
-        pad_to_window=state.pad_to_window,
+        pad_to_window=state.pad_to_window and agreement.can_pad,
     )
-    window = BatchWindow(request, fetcher, fetcher[request], state, can_pad=agreement.can_pad)
-    if state.pad_to_window and not agreement.can_pad:
-        window.padded_to_window()  # raises
-    return window
+    return BatchWindow(request, collated, collated[request], state, can_pad=agreement.can_pad)

@@ -15,15 +15,17 @@ from hf_ga.loading.entries import concatenated
 from hf_ga.loading.fetch import Fetcher, WindowRequest
 
 
-class CollatedBatch:
-    """A batch as a DataLoader returns it, copied to the CPU, with the length of each sample.
+class CollatedBatch(Fetcher):
+    """A batch as a DataLoader returns it, copied to the CPU, with the length of each sample. It is
+    the fetcher of a call of `hf_ga.backward`: takes micro-batches out of itself.
 
     Args:
         batch: The model's arguments by name. Tensors, arrays and lists must have one row for each
             sample; all other values are shared by all samples.
 
     Attributes:
-        entries: The batch as a dict, on the CPU.
+        batch: The batch as a dict, on the CPU.
+        first_offset: Index of its first sample in the global batch.
         num_samples: Number of samples; 0 is possible.
         per_sample_names: Names of the entries with one row for each sample.
         token_entries: Groups of entries from which padding may be removed.
@@ -40,13 +42,15 @@ class CollatedBatch:
         (those from which padding may be removed) and the lengths of its samples.
         """
         _check_is_flat_dict(batch)
+        super().__init__((), dict)  # no dataset, as the samples are collated already
+        self.first_offset = 0
         # Targets are counted, and micro-batches are made, on the CPU.
-        self.entries: dict[str, Any] = send_to_device(dict(batch), "cpu")
-        self.per_sample_names = {name for name, value in self.entries.items() if shape_of(value)}
-        self.num_samples = _count_samples(self.entries, self.per_sample_names)
+        self.batch: dict[str, Any] = send_to_device(dict(batch), "cpu")
+        self.per_sample_names = {name for name, value in self.batch.items() if shape_of(value)}
+        self.num_samples = _count_samples(self.batch, self.per_sample_names)
         token_entries: tuple[TokenEntries, ...] = ()
         if self.num_samples:
-            token_entries = find_token_entries(self.entries, self.per_sample_names)
+            token_entries = find_token_entries(self.batch, self.per_sample_names)
         self.set_token_entries(token_entries)
 
     def set_token_entries(self, token_entries: Sequence[TokenEntries]) -> None:
@@ -55,11 +59,11 @@ class CollatedBatch:
         """
         self.token_entries = tuple(token_entries)
         # For each group, the length of each sample without padding.
-        self._lengths_of = {group: group.lengths(self.entries) for group in self.token_entries}
+        self._lengths_of = {group: group.lengths(self.batch) for group in self.token_entries}
         total = sum(self._lengths_of.values(), np.zeros(self.num_samples, np.int64))
         self.lengths = total.clip(1)
         self.is_padded = any(
-            lengths.min() < group.padded_length(self.entries)
+            lengths.min() < group.padded_length(self.batch)
             for group, lengths in self._lengths_of.items()
         )
 
@@ -68,52 +72,15 @@ class CollatedBatch:
         """Padded length of each group of the collated batch's token entries (those from which
         padding may be removed): the size of their tensors in dim 1.
         """
-        return tuple(group.padded_length(self.entries) for group in self.token_entries)
+        return tuple(group.padded_length(self.batch) for group in self.token_entries)
 
     @property
     def structure(self) -> tuple[str, ...]:
         """Names, dtypes and numbers of dims of all entries of the collated batch, as sorted
         strings, so that the ranks that call `hf_ga.backward` can compare theirs.
         """
-        descriptions = [str(entry) for entry in structure_of(self.entries)]
+        descriptions = [str(entry) for entry in structure_of(self.batch)]
         return tuple(sorted(descriptions))
-
-    def take(
-        self, indices: Sequence[int] | np.ndarray, *, trim_padding: bool = True
-    ) -> dict[str, Any]:
-        """Return the samples with these indices as a smaller collated batch, a micro-batch of
-        `hf_ga.backward`.
-
-        Args:
-            indices: Indices of the samples in this batch.
-            trim_padding: Whether to truncate token entries to the longest of these samples. False:
-                keep the padded length of this batch.
-        """
-        entries = dict(self.entries)
-        if trim_padding:
-            for group, lengths in self._lengths_of.items():
-                longest = int(lengths[indices].max())
-                for name in group.names:
-                    entries[name] = entries[name][:, :longest]
-        return take_rows(entries, indices, self.per_sample_names)
-
-
-class CollatedFetcher(Fetcher):
-    """The fetcher behind `hf_ga.backward`: takes micro-batches out of a batch that is collated
-    already.
-
-    Args:
-        batch: The samples of this rank, or of all ranks.
-        first_offset: Index of the batch's first sample in the global batch.
-    """
-
-    def __init__(self, batch: CollatedBatch, first_offset: int) -> None:
-        """Store the batch of `hf_ga.backward`. The base class gets no dataset, as the samples are
-        collated already.
-        """
-        super().__init__((), dict)
-        self.batch = batch
-        self.first_offset = first_offset
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Return the micro-batches that the plan of a call of `hf_ga.backward` assigns to this
@@ -122,7 +89,7 @@ class CollatedFetcher(Fetcher):
         """
         trim_padding = not request.pad_to_window
         return [
-            self.batch.take(offsets - self.first_offset, trim_padding=trim_padding)
+            self._take(offsets - self.first_offset, trim_padding=trim_padding)
             for offsets in request.micro_batches
         ]
 
@@ -130,7 +97,19 @@ class CollatedFetcher(Fetcher):
         """Return the indices of the samples that this rank holds in the global batch of
         `hf_ga.backward`, which consists of the batches of all ranks.
         """
-        return self.first_offset + np.arange(self.batch.num_samples)
+        return self.first_offset + np.arange(self.num_samples)
+
+    def _take(self, indices: np.ndarray, *, trim_padding: bool) -> dict[str, Any]:
+        """Return the samples with these indices as a smaller collated batch, truncated to the
+        longest of them or as wide as this one.
+        """
+        taken = dict(self.batch)
+        if trim_padding:
+            for group, lengths in self._lengths_of.items():
+                longest = int(lengths[indices].max())
+                for name in group.names:
+                    taken[name] = taken[name][:, :longest]
+        return take_rows(taken, indices, self.per_sample_names)
 
 
 def concatenate_batches(

@@ -121,7 +121,7 @@ def gather_batches(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
     Raises:
         DataError: If the ranks' tensors have different shapes, apart from padding.
     """
-    gathered = backend.gather_objects((batch.num_samples, batch.entries, batch.token_entries))
+    gathered = backend.gather_objects((batch.num_samples, batch.batch, batch.token_entries))
     # A rank without samples may have no token entries.
     nonempty = [
         (entries, token_entries) for num_samples, entries, token_entries in gathered if num_samples

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from hf_ga.batch.call import backward
 from hf_ga.check.gradients import Gradients, take_gradients
@@ -89,28 +90,18 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
                 data_collator=lambda items: dict(items[0]),
                 optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.0}),
             )
-            gradient_taker = _GradientTaker(trainer)
-            trainer.add_callback(gradient_taker)
             trainer.remove_callback(PrinterCallback)
-            loss = trainer.train().training_loss
-        return loss, gradient_taker.gradients
+            gradients: Gradients = {}
+
+            def take(*args: Any) -> None:
+                """Take the gradients before the optimizer's step."""
+                gradients.update(_take_from_prepared(trainer.model_wrapped))
+
+            with register_optimizer_step_pre_hook(take):
+                loss = trainer.train().training_loss
+        return loss, gradients
 
     return step
-
-
-class _GradientTaker(TrainerCallback):
-    """Takes the gradients of a trainer's model right before the optimizer step, also before one
-    that a loss scale skips.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        """Start before the training."""
-        self.trainer = trainer
-        self.gradients: Gradients = {}
-
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the gradients from `.grad` into `self.gradients`."""
-        self.gradients = _take_from_prepared(self.trainer.model_wrapped)
 
 
 def accelerate_arm(**arguments: Any) -> StepFunction:

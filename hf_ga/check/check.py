@@ -3,7 +3,6 @@ and if not, why?
 """
 
 import copy
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -172,27 +171,22 @@ def _run_and_explain_all(
     the rows, ordered by step, hf_ga's own first; the same on all processes.
     """
     arms: dict[str, StepFunction | None] = {OURS: None, **steps}
-    # Layouts with the same samples share a reference. One is in memory at a time.
-    by_samples = sorted(layouts, key=lambda layout: layout.num_samples, reverse=True)
-    runs = list(itertools.product(by_samples, arms))
+    rows: dict[str, list[ReportRow]] = {arm: [] for arm in arms}
     is_shown = context.accelerator.is_main_process
     num_samples = None
-    row_of: dict[tuple[str, str], ReportRow] = {}  # (name of the step, name of the layout) -> row
-    for layout, arm in tqdm(runs, unit="run", delay=5, leave=False, disable=not is_shown):
-        if layout.num_samples != num_samples:
+    for layout in tqdm(layouts, unit="layout", delay=5, leave=False, disable=not is_shown):
+        if layout.num_samples != num_samples:  # layouts with the same samples share a reference
             num_samples = layout.num_samples
-            reference = compute_reference(context, context.first_samples_window(num_samples))
-        row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
-        run = partial(layout.run, context, arms[arm], layout.collate_window(context))
-        # An error in one of the user's steps must not lose the results of the others.
-        refusals = (LossNotAdditive, UnkeyedRandomness) if arm == OURS else (Exception,)
-        row_of[arm, layout.name] = judged(context, row, run, reference, refusals)
-    rows = []
+            reference = compute_reference(context, num_samples)
+        for arm, step in arms.items():
+            row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
+            run = partial(layout.run, context, step, layout.collate_window(context))
+            # An error in one of the user's steps must not lose the results of the others.
+            refusals = (LossNotAdditive, UnkeyedRandomness) if arm == OURS else (Exception,)
+            rows[arm].append(judged(context, row, run, reference, refusals))
     for arm, step in arms.items():
-        of_arm = [row_of[arm, layout.name] for layout in layouts]
-        explain(context, of_arm, layouts, step)
-        rows += of_arm
-    return rows
+        explain(context, rows[arm], layouts, step)
+    return [row for rows_of_arm in rows.values() for row in rows_of_arm]
 
 
 def _prepare_own_step(context: CheckContext) -> None:

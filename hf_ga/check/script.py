@@ -25,7 +25,7 @@ from hf_ga.check.gradients import relative_errors, total_norm
 from hf_ga.check.script_arm import (
     OUTPUT,
     RESULT,
-    ArmRequest,
+    Arm,
     ArmResult,
     run_in_process,
 )
@@ -102,7 +102,7 @@ def check_script(arguments: Sequence[str]) -> bool:
             "a script is checked on one process: start it with python -m hf_ga.check, without "
             "accelerate launch."
         )
-    report = _run(ArmRequest(is_exact=True), arguments, "as written")
+    report = _run(Arm(is_exact=True), arguments, "as written")
     print(
         f"{arguments[0]}: the first update is a window of {report.num_samples} samples, which the "
         f"script splits into {report.num_micro_batches}"
@@ -112,9 +112,8 @@ def check_script(arguments: Sequence[str]) -> bool:
     splits = splits_of(report)
     # The script's own library, in its own split, or in another one if that is the full batch.
     own = report.num_micro_batches if report.num_micro_batches in splits else splits[-1]
-    library = f"{'accelerate' if report.kind == 'Accelerator' else 'transformers'}.{report.kind}"
-    ours = dict(_compared("hf_ga", splits, report, arguments, is_exact=True))
-    ((_, of_library),) = _compared(library, [own], report, arguments, is_exact=False)
+    ours = dict(_compared(splits, report, arguments, is_exact=True))
+    ((_, of_library),) = _compared([own], report, arguments, is_exact=False)
     if not of_library.is_full and own in ours:
         # With the divisors of each micro-batch.
         for cause in causes(ours[own].result, of_library.scale):
@@ -138,7 +137,6 @@ class ComparedSplit:
 
 
 def _compared(
-    name: str,
     numbers: Sequence[int],
     report: ArmResult,
     arguments: Sequence[str],
@@ -151,23 +149,23 @@ def _compared(
     it, and without. A rehearsal may show how a loss is read that single micro-batches do not.
 
     Args:
-        name: The library.
         numbers: Numbers of micro-batches.
         report: The window as the script splits it.
         arguments: The script and its arguments.
-        is_exact: Whether the library is hf_ga.
+        is_exact: Whether the library is hf_ga, and not that of the script.
 
     Yields:
         Each number of micro-batches that was not refused, and its split.
     """
+    name = "hf_ga" if is_exact else report.kind
     plan = replace(report, gradients={})  # each tensor would take a file descriptor
     limit = LOW_PRECISION_LIMIT if report.is_low_precision else LIMIT
-    full = _run(ArmRequest(is_exact, plan, 1), arguments, f"{name}, full batch")
+    full = _run(Arm(is_exact, plan, 1), arguments, f"{name}, full batch")
     for number in numbers:
-        request = ArmRequest(is_exact, plan, number)
+        arm = Arm(is_exact, plan, number)
         is_as_written = number == report.num_micro_batches
         try:
-            result = _run(request, arguments, f"{name}, {number} micro-batches")
+            result = _run(arm, arguments, f"{name}, {number} micro-batches")
         except Refused as refusal:
             if not is_as_written:
                 print(f"  {name}, {number} micro-batches: refused: {refusal}", flush=True)
@@ -222,13 +220,13 @@ def splits_of(report: ArmResult) -> list[int]:
     return sorted({*chosen, own} - {1})
 
 
-def _run(request: ArmRequest, arguments: Sequence[str], name: str) -> ArmResult:
+def _run(arm: Arm, arguments: Sequence[str], name: str) -> ArmResult:
     """Run the script in a process of its own. The ConfigError of one that fails has the end of what
     it printed.
     """
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
-        process = PROCESSES.Process(target=run_in_process, args=(request, folder, list(arguments)))
+        process = PROCESSES.Process(target=run_in_process, args=(arm, folder, list(arguments)))
         with tqdm(total=1, desc=name, leave=False, disable=None):
             process.start()
             process.join()
@@ -261,12 +259,10 @@ def relative_error(result: ArmResult, full: ArmResult) -> float:
             "two runs of the script begin with other weights, so their updates cannot be "
             "compared: seed it, for example with accelerate.utils.set_seed(0)."
         )
-    reference = {name: gradient.double() for name, gradient in full.gradients.items()}
-    return total_norm(relative_errors(result.gradients, reference))
+    return total_norm(relative_errors(result.gradients, full.gradients))
 
 
 def scale_of(result: ArmResult, full: ArmResult) -> float:
     """Return the multiple of the full batch's gradient that is nearest to a gradient."""
-    pairs = [(result.gradients[name].double(), g.double()) for name, g in full.gradients.items()]
-    product = sum(float((gradient * reference).sum()) for gradient, reference in pairs)
-    return product / sum(float(reference.square().sum()) for _, reference in pairs)
+    product = sum(float((result.gradients[name] * g).sum()) for name, g in full.gradients.items())
+    return product / sum(float(g.square().sum()) for g in full.gradients.values())

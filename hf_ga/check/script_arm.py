@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import new_class
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from hf_ga.check.causes.divisors import name_of_term, readings_by_term
 from hf_ga.check.gradients import Gradients
@@ -43,7 +44,7 @@ class ArmResult:
     """What one run of the script found.
 
     Attributes:
-        kind: "Accelerator" or "Trainer".
+        kind: "accelerate.Accelerator" or "transformers.Trainer".
         num_micro_batches: Number of micro-batches of the window.
         gradients: The gradient of the first update, by the name of the parameter.
         is_by_hand: Whether the script accumulates by hand: it divides its losses itself.
@@ -67,19 +68,31 @@ class ArmResult:
     pad_to_window: bool = False
 
 
+class FirstUpdate(BaseException):
+    """Ends the script when the gradient of its first update is kept. No `except Exception` of the
+    script catches it.
+    """
+
+
 @dataclass
-class ArmRequest:
-    """How to run a script.
+class Arm:
+    """One run of the script, up to its first update, whose gradient it keeps.
 
     Attributes:
         is_exact: With hf_ga's accelerators and trainers, or with those of the script.
         as_written: What a run without a change found. None: this is that run.
         num_micro_batches: Number of micro-batches to split the window into. None in that run.
+        result: The gradient, with what was found.
+        owner: The accelerator or the trainer.
+        num_backwards: Number of backwards so far.
     """
 
     is_exact: bool
     as_written: ArmResult | None = None
     num_micro_batches: int | None = None
+    result: ArmResult | None = None
+    owner: Any = None
+    num_backwards: int = 0
 
     @property
     def is_by_hand(self) -> bool:
@@ -95,29 +108,6 @@ class ArmRequest:
         if as_written.num_samples is not None:  # fewer than the batch size, perhaps
             size = min(size, as_written.num_samples // self.num_micro_batches)
         return max(1, size)
-
-
-class FirstUpdate(BaseException):
-    """Ends the script when the gradient of its first update is kept. No `except Exception` of the
-    script catches it.
-    """
-
-
-class Arm:
-    """Keeps the gradient of the first update of a script.
-
-    Attributes:
-        request: How the script is split.
-        result: The gradient, with what was found.
-        owner: The accelerator or the trainer.
-    """
-
-    def __init__(self, request: ArmRequest) -> None:
-        """Start before the script."""
-        self.request = request
-        self.result: ArmResult | None = None
-        self.num_backwards = 0
-        self.owner: Any = None
 
     @property
     def is_trainer(self) -> bool:
@@ -141,11 +131,10 @@ class Arm:
         Raises:
             FirstUpdate: If it is the window's last backward.
         """
-        request = self.request
         self.num_backwards += 1
-        if request.is_by_hand and self.num_backwards == request.num_micro_batches:
-            own = request.as_written.num_micro_batches
-            self.keep(parameters, factor=own / request.num_micro_batches)
+        if self.is_by_hand and self.num_backwards == self.num_micro_batches:
+            own = self.as_written.num_micro_batches
+            self.keep(parameters, factor=own / self.num_micro_batches)
 
     def keep(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
         """Keep the gradients, 0 where there is none, and what is known, and end the script.
@@ -157,7 +146,7 @@ class Arm:
         accelerator = owner.accelerator if self.is_trainer else owner
         settings = owner.args if self.is_trainer else owner
         result = ArmResult(
-            kind="Trainer" if self.is_trainer else "Accelerator",
+            kind="transformers.Trainer" if self.is_trainer else "accelerate.Accelerator",
             num_micro_batches=settings.gradient_accumulation_steps,
             is_low_precision=accelerator.mixed_precision != "no",
         )
@@ -199,39 +188,29 @@ class Arm:
     @property
     def engine(self) -> WindowEngine | None:
         """The engine of an exact accelerator or trainer."""
-        if not self.request.is_exact:
+        if not self.is_exact:
             return None
         if self.is_trainer:
             window = self.owner._window
             return None if window is None else window.engine
         return self.owner.training_loop.engine
 
-    def split(self, loader: Any) -> Any:
-        """Return a loader with other batches of the same samples.
+    def split(self, loader: Any) -> None:
+        """Let a loader make other batches of the same samples.
 
         Raises:
             ConfigError: If it has a batch sampler of its own.
         """
         is_prepared = getattr(loader, "_is_accelerate_prepared", False)
-        is_as_written = self.request.as_written is None
-        if is_as_written or is_prepared or not isinstance(loader, DataLoader):
-            return loader
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        if not is_stream and type(loader.batch_sampler) is not BatchSampler:
+        if self.as_written is None or is_prepared or not isinstance(loader, DataLoader):
+            return
+        sampler = loader.batch_sampler
+        if type(sampler) is not BatchSampler:
             raise ConfigError(
-                f"the batches of a {type(loader.batch_sampler).__name__} cannot be split otherwise."
+                f"the batches of a {type(sampler).__name__} cannot be split otherwise."
             )
-        options = {} if is_stream else {"sampler": loader.sampler}
-        return DataLoader(
-            loader.dataset,
-            batch_size=self.request.batch_size(loader.batch_size),
-            collate_fn=loader.collate_fn,
-            drop_last=loader.drop_last,
-            generator=loader.generator,
-            num_workers=loader.num_workers,
-            worker_init_fn=loader.worker_init_fn,
-            **options,
-        )
+        sampler.batch_size = self.batch_size(sampler.batch_size)
+        vars(loader)["batch_size"] = sampler.batch_size  # torch refuses to set it
 
 
 class SplitAccelerator:
@@ -253,19 +232,19 @@ class SplitAccelerator:
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, number: int) -> None:
         """Set the requested number in place of the script's own, which it may set later."""
-        request = self.arm.request
-        if request.num_micro_batches is not None and not request.is_by_hand:
-            number = request.num_micro_batches
+        if self.arm.num_micro_batches is not None and not self.arm.is_by_hand:
+            number = self.arm.num_micro_batches
         accelerate.Accelerator.gradient_accumulation_steps.fset(self, number)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader with batches of another size."""
-        request = self.arm.request
-        prepared = super().prepare_data_loader(self.arm.split(data_loader), *args, **kwargs)
-        if request.is_exact and request.as_written is not None:
+        arm = self.arm
+        arm.split(data_loader)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if arm.is_exact and arm.as_written is not None:
             # A rehearsed window has one micro-batch less. The run as written is rehearsed.
             self.training_loop.engine.rehearses = False
-            prepared.windows.state.pad_to_window = request.as_written.pad_to_window
+            prepared.windows.state.pad_to_window = arm.as_written.pad_to_window
         return prepared
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -297,30 +276,26 @@ class SplitTrainer:
 
     def _split(self, settings: Any) -> None:
         """Change the settings of a trainer."""
-        request = self.arm.request
         own = settings.per_device_train_batch_size
-        settings.per_device_train_batch_size = request.batch_size(own)
-        if request.num_micro_batches is not None:
-            settings.gradient_accumulation_steps = request.num_micro_batches
+        settings.per_device_train_batch_size = self.arm.batch_size(own)
+        if self.arm.num_micro_batches is not None:
+            settings.gradient_accumulation_steps = self.arm.num_micro_batches
         settings.max_grad_norm = 0.0  # the gradient is compared
 
 
-def run_arm(request: ArmRequest, arguments: Sequence[str]) -> ArmResult | None:
+def run_arm(arm: Arm, arguments: Sequence[str]) -> ArmResult | None:
     """Run a script with its arguments up to its first update. None: it ended without one."""
-    arm = Arm(request)
 
-    def split(exact: Callable[[type], type], mixin: type) -> Callable[[type], type]:
-        """Return a function: class that the script calls -> class of the object that it gets."""
+    def choose(exact: Callable[[type], type], mixin: type, cls: type) -> type:
+        """Return the class of an object of the script, exact or not, with the mixin."""
+        base = exact(cls) if arm.is_exact else cls
+        name = base.__name__
+        return new_class(name, (mixin, base), exec_body=lambda body: body.update(arm=arm))
 
-        def choose(cls: type) -> type:
-            """Return the class, exact or not, with the mixin."""
-            base = exact(cls) if request.is_exact else cls
-            name = base.__name__
-            return new_class(name, (mixin, base), exec_body=lambda body: body.update(arm=arm))
-
-        return choose
-
-    replace_classes(split(exact_accelerator, SplitAccelerator), split(exact_trainer, SplitTrainer))
+    replace_classes(
+        partial(choose, exact_accelerator, SplitAccelerator),
+        partial(choose, exact_trainer, SplitTrainer),
+    )
     register_optimizer_step_pre_hook(arm.before_step)
     set_seed(SEED)
     try:
@@ -335,7 +310,7 @@ def run_arm(request: ArmRequest, arguments: Sequence[str]) -> ArmResult | None:
     return None
 
 
-def run_in_process(request: ArmRequest, folder: Path, arguments: Sequence[str]) -> None:
+def run_in_process(arm: Arm, folder: Path, arguments: Sequence[str]) -> None:
     """Run a script up to its first update; the function of a new process.
 
     What the script prints is written to the file OUTPUT, the result or hf_ga's error to RESULT.
@@ -346,7 +321,7 @@ def run_in_process(request: ArmRequest, folder: Path, arguments: Sequence[str]) 
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         try:
-            result = run_arm(request, arguments)
+            result = run_arm(arm, arguments)
         except HfGaError as error:
             result = in_one_line(error, arguments)
         if result is not None:

@@ -16,6 +16,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradScalerKwargs, send_to_device
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_ga.check.gradients import Gradients, clip, take_gradients
 from hf_ga.check.oracle.reference_draws import ReferenceDraws
@@ -52,7 +53,6 @@ class CheckContext:
         max_grad_norm: L2 norm that the window's gradient is clipped to. None: no clipping.
         settings: The user's loss, and whether draws that belong to no sample are accepted.
         draws: The random draws of the reference, keyed by sample as hf_ga's are.
-        has_batch_norm: Whether the model normalises by statistics of the micro-batch.
         facts: What hf_ga found out about the loss. None: hf_ga refuses the model.
         refusal: Why hf_ga refuses the model. None: it does not.
         prepared: The model that hf_ga's own step trains: `model` itself on one process, a copy
@@ -68,10 +68,14 @@ class CheckContext:
     max_grad_norm: float | None
     settings: LossSettings
     draws: KeyedDraws = field(default_factory=partial(ReferenceDraws, allow_unkeyed=True))
-    has_batch_norm: bool = False
     facts: LossFacts | None = None
     refusal: HfGaError | None = None
     prepared: nn.Module = field(init=False)
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether the model normalises by statistics of the micro-batch."""
+        return any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules())
 
     def loader(self, num_samples: int, **arguments: Any) -> WindowLoader:
         """Return a loader with one window of the first samples, in their order."""
@@ -143,10 +147,11 @@ def run_user_step(
     if loss is not None:
         local_loss = float(torch.as_tensor(loss).detach())
         loss = sum_over_ranks(context.accelerator, [local_loss])[0] / num_processes
-    trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
-    left_out = trained.keys() - gradients.keys()
-    gradients |= {name: torch.zeros_like(trained[name]) for name in left_out}
-    return loss, {name: gradients[name] for name in trained}
+    return loss, {
+        name: gradients[name] if name in gradients else torch.zeros_like(parameter)
+        for name, parameter in context.model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def make_accelerator(model: nn.Module, precision: str) -> Accelerator:

@@ -94,64 +94,14 @@ def _retrieval_loss(
 ) -> Tensor:
     """Compute the mean cross entropy of finding, for each text of the query column, the text of the
     same sample in the first candidate column, among all candidates; `scale` is 1 / temperature.
-    """
-    text_ids = None
-    if TEXT_ID + query_column in batch:
-        candidate_ids = [batch[TEXT_ID + column] for column in candidate_columns]
-        text_ids = TextIds(batch[TEXT_ID + query_column], torch.cat(candidate_ids))
-    candidates = torch.cat([outputs[column] for column in candidate_columns])
-    return cross_entropy_in_window(outputs[query_column], candidates, scale, text_ids)
-
-
-@dataclass(frozen=True)
-class TextIds:
-    """The int64 ids of the texts of a contrastive loss, equal for equal texts.
-
-    Attributes:
-        query: The id of each query, shape (num_queries,).
-        candidate: The id of each candidate, shape (num_candidates,). The first `num_queries` are
-            the texts that belong to the queries, their matches.
-    """
-
-    query: Tensor
-    candidate: Tensor
-
-    def excluded_candidates(self, rows: Tensor) -> Tensor:
-        """Find the candidates that must not count as negatives of a query in a contrastive loss of
-        embeddings: those with the same text as its match, the matches of queries with the same
-        text, and missing texts.
-
-        Args:
-            rows: The indices of the queries, shape (num_rows,).
-
-        Returns:
-            A bool mask, shape (num_rows, num_candidates); False for each query's own match.
-        """
-        excluded = self.candidate[rows, None] == self.candidate
-        excluded |= self.candidate == NO_TEXT
-        excluded[:, : len(self.query)] |= self.query[rows, None] == self.query
-        excluded[torch.arange(len(rows), device=rows.device), rows] = False
-        return excluded
-
-
-def cross_entropy_in_window(
-    queries: Tensor, candidates: Tensor, scale: Tensor | float, text_ids: TextIds | None = None
-) -> Tensor:
-    """Compute the contrastive loss of the embeddings of a window: the mean over its queries of a
-    cross entropy whose classes are the candidates, and whose target for query i is candidate i.
 
     If the similarity matrix is large, it is computed in blocks of rows, which the backward
     recomputes.
-
-    Args:
-        queries: Embeddings, shape (num_queries, embedding dim).
-        candidates: Embeddings, shape (num_candidates, embedding dim), at least as many as queries.
-        scale: 1 / temperature, by which the cosine similarities are multiplied.
-        text_ids: The ids of the texts, to exclude false negatives, or None to exclude none.
-
-    Returns:
-        A scalar.
     """
+    query_ids = batch.get(TEXT_ID + query_column)
+    candidate_ids = None
+    if query_ids is not None:
+        candidate_ids = torch.cat([batch[TEXT_ID + column] for column in candidate_columns])
 
     def sum_of_cross_entropies(
         rows: Tensor, queries: Tensor, candidates: Tensor, scale: Tensor | float
@@ -160,10 +110,13 @@ def cross_entropy_in_window(
         scaled cosine similarities with all candidates.
         """
         logits = scale * (queries[rows] @ candidates.T)
-        if text_ids is not None:
-            logits = logits.masked_fill(text_ids.excluded_candidates(rows), -torch.inf)
+        if query_ids is not None:
+            excluded = excluded_candidates(rows, query_ids, candidate_ids)
+            logits = logits.masked_fill(excluded, -torch.inf)
         return F.cross_entropy(logits, rows, reduction="sum")
 
+    queries = outputs[query_column]
+    candidates = torch.cat([outputs[column] for column in candidate_columns])
     with torch.autocast(queries.device.type, enabled=False):
         arguments = (unit_vectors(queries), unit_vectors(candidates), scale)
         rows = torch.arange(len(queries), device=queries.device)
@@ -182,6 +135,27 @@ def cross_entropy_in_window(
             for block in blocks
         ]
         return torch.stack(sums).sum() / len(queries)
+
+
+def excluded_candidates(rows: Tensor, query_ids: Tensor, candidate_ids: Tensor) -> Tensor:
+    """Find the candidates that must not count as negatives of a query in a contrastive loss of
+    embeddings: those with the same text as its match, the matches of queries with the same text,
+    and missing texts.
+
+    Args:
+        rows: The indices of the queries, shape (num_rows,).
+        query_ids: The id of the text of each query, shape (num_queries,), equal for equal texts.
+        candidate_ids: The id of each candidate, shape (num_candidates,). The first `num_queries`
+            are the texts that belong to the queries, their matches.
+
+    Returns:
+        A bool mask, shape (num_rows, num_candidates); False for each query's own match.
+    """
+    excluded = candidate_ids[rows, None] == candidate_ids
+    excluded |= candidate_ids == NO_TEXT
+    excluded[:, : len(query_ids)] |= query_ids[rows, None] == query_ids
+    excluded[torch.arange(len(rows), device=rows.device), rows] = False
+    return excluded
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Splitter:
     seed: int
     layout: Layout
     process_index: int
-    planner: Planner | None
+    planner: Planner | None = None
     canonical_micro_batch: int | None = None
 
     def make_request(
@@ -123,27 +123,12 @@ class Splitter:
             return replace(self.planner, computed=computed)(lengths, num_processes)
         return self.planner(lengths, num_processes)
 
-    def replan(
-        self,
-        request: WindowRequest,
-        *,
-        pad_to_window: bool = False,
-        computed: Computed = Computed.PADDED,
-    ) -> WindowRequest:
-        """Plan a window again.
-
-        Args:
-            request: The plan of the window, which was planned by lengths.
-            pad_to_window: See `make_request`.
-            computed: See `make_request`.
+    def replan(self, request: WindowRequest, **options: Any) -> WindowRequest:
+        """Plan a window again, which was planned by lengths; the options are those of
+        `make_request`.
         """
         return self.make_request(
-            request.epoch,
-            request.index,
-            request.sample_ids,
-            request.lengths,
-            pad_to_window=pad_to_window,
-            computed=computed,
+            request.epoch, request.index, request.sample_ids, request.lengths, **options
         )
 
 
@@ -164,7 +149,7 @@ class BaseLoader:
             is computed in one forward. None: windows are not split into chunks.
 
     Attributes:
-        layout: Batch sizes and number of processes.
+        splitter: Plans the windows.
         epoch: The current epoch (0-based).
         num_consumed: Number of windows of the epoch that were yielded.
         state: State that the loader shares with its windows.
@@ -182,7 +167,7 @@ class BaseLoader:
         """Derive the layout from the sizes, and start at the first window of epoch 0."""
         # A global batch size determines the number of accumulation steps.
         steps = accelerator.gradient_accumulation_steps if global_batch_size is None else None
-        self.layout = Layout.from_sizes(
+        layout = Layout.from_sizes(
             num_processes=accelerator.num_processes,
             micro_batch_size=per_device_batch_size,
             accumulation_steps=steps,
@@ -196,17 +181,31 @@ class BaseLoader:
                 f"samples, got {samples_per_chunk}."
             )
         self.accelerator = accelerator
-        self.seed = seed
-        self.canonical_micro_batch = canonical_micro_batch
+        self.splitter = Splitter(
+            seed=seed,
+            layout=layout,
+            process_index=accelerator.process_index,
+            canonical_micro_batch=canonical_micro_batch,
+        )
         self.epoch = 0
         self.num_consumed = 0
         self.state = LoaderState(pad_to_window=pad_to_window)
 
-    def _make_splitter(
+    @property
+    def seed(self) -> int:
+        """Seed of the order of the samples."""
+        return self.splitter.seed
+
+    @property
+    def layout(self) -> Layout:
+        """Batch sizes and number of processes."""
+        return self.splitter.layout
+
+    def _plan_with(
         self, planner: Planner | None, by_length: bool, longest: int | None, max_tokens: int | None
-    ) -> Splitter:
-        """Return the `Splitter` of this loader's windows: by the user's planner, by length if known
-        (`by_length`), or by number. ConfigError if the longest sample exceeds the limit.
+    ) -> None:
+        """Plan this loader's windows by the user's planner, by length if known (`by_length`), or by
+        number. ConfigError if the longest sample exceeds the limit.
         """
         if max_tokens is not None and (planner is not None or not by_length):
             raise ConfigError(
@@ -217,19 +216,13 @@ class BaseLoader:
         check_limit(max_tokens, longest or 1, "the longest sample's")
         if planner is None and by_length:
             planner = self._planner_by_length(longest, max_tokens)
-        return Splitter(
-            seed=self.seed,
-            layout=self.layout,
-            process_index=self.accelerator.process_index,
-            planner=planner,
-            canonical_micro_batch=self.canonical_micro_batch,
-        )
+        self.splitter = replace(self.splitter, planner=planner)
 
     def _planner_by_length(self, longest: int | None, max_tokens: int | None) -> ByLength:
         """Return the planner by length for this device and parallelism. Without `max_tokens`, a
         micro-batch has the tokens of `per_device_batch_size` samples of length `longest`.
         """
-        size = self.canonical_micro_batch or self.layout.micro_batch_size
+        size = self.splitter.canonical_micro_batch or self.layout.micro_batch_size
         if not max_tokens and longest is not None:
             max_tokens = size * max(1, longest)
         is_cpu = self.accelerator.device.type == "cpu"
@@ -244,7 +237,6 @@ class BaseLoader:
 
     def use_seed(self, seed: int) -> None:
         """Replace the seed of the order of samples by that of a loader's saved position."""
-        self.seed = seed
         self.splitter = replace(self.splitter, seed=seed)
 
     def split_over(self, num_replicas: int, replica: int) -> None:
@@ -257,12 +249,12 @@ class BaseLoader:
             num_replicas: Number of replicas.
             replica: Index of the replica that this process is part of (0-based).
         """
-        self.layout = Layout.from_sizes(
+        layout = Layout.from_sizes(
             num_processes=num_replicas,
             micro_batch_size=self.layout.micro_batch_size,
             global_batch_size=self.layout.window_size,
         )
-        self.splitter = replace(self.splitter, layout=self.layout, process_index=replica)
+        self.splitter = replace(self.splitter, layout=layout, process_index=replica)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch (0-based) of the loader, so that the next iteration begins at its first
@@ -351,8 +343,8 @@ class BaseLoader:
         position refers to the same samples only if all of them are equal.
         """
         identity = {"seed": self.seed, "window_size": self.layout.window_size}
-        if self.canonical_micro_batch is not None:
-            identity["canonical_micro_batch"] = self.canonical_micro_batch
+        if self.splitter.canonical_micro_batch is not None:
+            identity["canonical_micro_batch"] = self.splitter.canonical_micro_batch
         return identity
 
 

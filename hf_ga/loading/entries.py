@@ -68,7 +68,7 @@ class Entries:
             seed_generators(0)
             three = self._collate([sample] * 3)
         for name in two:
-            self._find_growth(name, shape_of(two[name]), shape_of(three[name]))
+            self._find_growth(name, two[name], three[name])
         for name, value in two.items():
             if isinstance(value, Mapping):
                 raise DataError(
@@ -77,22 +77,20 @@ class Entries:
                 )
         self._check(two)
 
-    def _find_growth(
-        self, name: str, shape_of_two: tuple[int, ...], shape_of_three: tuple[int, ...]
-    ) -> None:
+    def _find_growth(self, name: str, two: Any, three: Any) -> None:
         """Record whether an entry of a collated batch is shared by all samples, has one row per
-        sample, or another number of rows (ragged), from its shapes for two and three equal samples.
+        sample, or another number of rows (ragged), from its values for two and three equal samples.
         """
+        shape_of_two = shape_of(two)
+        shape_of_three = shape_of(three)
         if shape_of_two == shape_of_three:
-            self._num_shared_rows[name] = shape_of_two[0] if shape_of_two else 0
+            self._num_shared_rows[name] = num_rows(two)
             return
-        has_same_row_shape = (
-            len(shape_of_two) == len(shape_of_three) and shape_of_two[1:] == shape_of_three[1:]
-        )
-        grows_evenly = (
-            has_same_row_shape
-            and shape_of_two[0] % 2 == 0
-            and shape_of_two[0] * 3 == shape_of_three[0] * 2
+        rows_per_sample = num_rows(three) - num_rows(two)
+        row = shape_of_two[1:]
+        grows_evenly = shape_of_two == (2 * rows_per_sample, *row) and shape_of_three == (
+            3 * rows_per_sample,
+            *row,
         )
         if not grows_evenly:
             raise DataError(
@@ -101,7 +99,7 @@ class Entries:
                 "per sample."
             )
         self.of_samples.add(name)
-        if shape_of_two[0] != 2:  # not one row per sample
+        if rows_per_sample != 1:
             self.ragged.add(name)
 
     def inspect_samples(self, samples: Sequence[Any]) -> None:

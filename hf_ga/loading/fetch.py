@@ -3,6 +3,7 @@
 Random transforms and collate functions draw from generators that are seeded from the request.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,15 @@ class Fetcher:
                 )
         self.is_repeatable = True
         return batches
+
+    def holding(self, samples: Any) -> "Fetcher":
+        """Return a fetcher for the samples of one window of a stream, which its reader, perhaps in
+        a worker, has already collated.
+        """
+        self.is_repeatable = True
+        fetcher = copy.copy(self)
+        fetcher.dataset = samples
+        return fetcher
 
     def offsets(self, request: WindowRequest) -> np.ndarray:
         """Return the offsets of those samples of a window that this process can fetch: all of them.

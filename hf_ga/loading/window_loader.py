@@ -35,7 +35,7 @@ class WindowLoader(BaseLoader):
         seed: Seed of the order and of all random numbers that are drawn in training.
         shuffle: Whether to shuffle. If False, the order is 0, 1, 2, ...
         lengths: Number of tokens of each sample, shape (len(dataset),). Windows are planned by
-            length (`plan_by_length`), or by `planner`. None: the lengths are read from a `length`
+            length (`ByLength`), or by `planner`. None: the lengths are read from a `length`
             or `input_ids` column, if there is one (`find_lengths`). Without lengths, windows are
             split evenly by number of samples.
         max_tokens_per_micro_batch: Maximum number of samples x padded length in one micro-batch, if
@@ -110,7 +110,7 @@ class WindowLoader(BaseLoader):
         else:
             self.lengths = np.ones(self.num_samples, np.int64)
             longest = None
-        self.splitter = self._make_splitter(
+        self._plan_with(
             planner,
             by_length=lengths is not None,
             longest=longest,

@@ -42,7 +42,7 @@ MULTIPLE = 64  # lengths are multiples of it, for aligned matrix products
 # Maximum padded tokens of a packed micro-batch, in units of the limit on its real ones: embeddings
 # and heads compute them.
 MAX_PADDING = 2
-# The limits on padded tokens that `plan_by_length` tries, in sixteenths of the largest one.
+# The limits on padded tokens that `ByLength` tries, in sixteenths of the largest one.
 LIMIT_SIXTEENTHS = (16, 14, 12, 10, 8, 7, 6, 5, 4)
 # A plan that needs less memory than the fastest plan may be slower by 1/32 of its time.
 SLOWDOWN_DENOMINATOR = 32
@@ -56,53 +56,6 @@ class Computed(IntEnum):
     ROWS = 2  # real ones, filled up to a row of fixed length
 
 
-@dataclass(frozen=True)
-class ByLength:
-    """The planner that loaders use by default if the lengths of the samples are known.
-
-    Attributes:
-        micro_batch_size: Number of samples that fit into one micro-batch, however long they are.
-        max_tokens: Maximum number of padded tokens in one micro-batch. None: as many as
-            `micro_batch_size` samples of the length of the window's longest sample.
-        overhead: The part of the cost of a micro-batch that does not depend on its size, in tokens.
-        lockstep: Whether processes wait for each other in every micro-batch (FSDP).
-        computed: Which tokens the model computes; but in attention, see `pads_attention`.
-        pads_attention: Whether attention of packed tokens is padded (on a CPU).
-    """
-
-    micro_batch_size: int
-    max_tokens: int | None
-    overhead: int
-    lockstep: bool
-    computed: Computed = Computed.PADDED
-    pads_attention: bool = True
-
-    def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
-        """Split a window into micro-batches of samples of similar lengths (`plan_by_length`).
-
-        Args:
-            lengths: Number of tokens of each sample of the window, shape (samples,).
-            num_processes: Number of processes.
-
-        Returns:
-            For each process, the list of its micro-batches (offsets of samples in the window).
-        """
-        max_tokens = self.max_tokens or self.micro_batch_size * int(lengths.max(initial=1))
-        overhead = self.overhead
-        if self.computed is Computed.ROWS:
-            overhead = min(overhead, GPU_OVERHEAD_OF_ROWS)
-        return plan_by_length(
-            lengths,
-            num_processes,
-            max_tokens,
-            overhead=overhead,
-            lockstep=self.lockstep,
-            is_packed=self.computed is not Computed.PADDED,
-            row_limit=self.max_tokens if self.computed is Computed.ROWS else None,
-            pads_attention=self.pads_attention,
-        )
-
-
 class _Candidate(NamedTuple):
     """A split of a window: when the slowest process is done, in units of cost; the micro-batches
     (see `cheapest_boundaries`); for each process, the indices of its micro-batches.
@@ -113,18 +66,10 @@ class _Candidate(NamedTuple):
     assignment: list[list[int]]
 
 
-def plan_by_length(
-    lengths: np.ndarray,
-    num_processes: int,
-    max_tokens: int,
-    *,
-    overhead: int = CPU_OVERHEAD,
-    lockstep: bool = False,
-    is_packed: bool = False,
-    row_limit: int | None = None,
-    pads_attention: bool = True,
-) -> Plan:
-    """Split a window into micro-batches of similar lengths, and assign them to processes.
+@dataclass(frozen=True)
+class ByLength:
+    """Splits a window into micro-batches of similar lengths, and assigns them to processes: the
+    planner that loaders use by default if the lengths of the samples are known.
 
     The cost of a micro-batch, in tokens, is modelled as
 
@@ -133,80 +78,143 @@ def plan_by_length(
     For packed tokens, it is overhead + real tokens + what attention adds to them; for rows, the
     length of the row takes the place of the real tokens.
 
-    For several limits on the padded tokens of a micro-batch, from `max_tokens` (or twice the tokens
-    per process, if that is less) downwards, the sorted window is split so that the sum of costs is
-    smallest, and the micro-batches are assigned to processes. Among the plans that are at most 1/32
-    slower than the fastest one, the one with the smallest limit is returned, as it needs the least
-    memory. A window whose samples all have the same length is split by number (`plan_window`).
-
-    Args:
-        lengths: Number of tokens of each sample of the window, shape (samples,). 0 counts as 1.
-        num_processes: At least 1. Some processes may get no micro-batch.
+    Attributes:
+        micro_batch_size: Number of samples that fit into one micro-batch, however long they are.
         max_tokens: Maximum number of samples x padded length of one micro-batch; for packed tokens,
-            of real ones. A sample that is longer than that gets a micro-batch of its own.
+            of real ones. A sample that is longer than that gets a micro-batch of its own. None: as
+            many as `micro_batch_size` samples of the length of the window's longest sample.
         overhead: The part of the cost of a micro-batch that does not depend on its size, in tokens.
         lockstep: Whether processes wait for each other in every micro-batch (FSDP). If so, the i-th
             micro-batches of all processes have about the same cost. If not, only the total costs of
             the processes are balanced.
-        is_packed: Whether padding is not computed, but in attention.
-        row_limit: Maximum number of tokens of a row in the run (see `row_length`), if packed tokens
-            are filled up to rows. None: they are not.
-        pads_attention: Whether attention of packed tokens is padded.
+        computed: Which tokens the model computes; but in attention, see `pads_attention`.
+        pads_attention: Whether attention of packed tokens is padded (on a CPU).
 
-    Returns:
-        For each process, the list of its micro-batches (offsets of samples in the window), cheapest
-        first. Every sample occurs once. The plan depends on the arguments alone, not on the
-        platform, as all costs are integers (in units of 1 / ATTENTION_WIDTH tokens).
-
-    Raises:
-        ValueError: If `num_processes` or `max_tokens` is below 1.
-
-    >>> [m.tolist() for m in plan_by_length(np.array([90, 10, 95, 12]), 1, 200)[0]]
+    >>> planner = ByLength(2, 200, CPU_OVERHEAD, lockstep=False)
+    >>> [m.tolist() for m in planner(np.array([90, 10, 95, 12]), 1)[0]]
     [[1, 3], [0, 2]]
     """
-    if num_processes < 1 or max_tokens < 1:
-        raise ValueError(
-            "plan_by_length needs num_processes and max_tokens of at least 1, got "
-            f"{num_processes}, {max_tokens}"
-        )
-    if not len(lengths):
-        return [[] for _ in range(num_processes)]
-    order = np.argsort(lengths, kind="stable")
-    sorted_lengths = np.maximum(lengths[order].astype(np.int64), 1)
-    if sorted_lengths[0] == sorted_lengths[-1]:
-        micro_batch_size = max(1, max_tokens // int(sorted_lengths[0]))
-        return plan_window(len(lengths), num_processes, micro_batch_size)
 
-    # One micro-batch of more than twice the tokens per process would unbalance the processes.
-    twice_tokens_per_process = -(-2 * int(sorted_lengths.sum()) // num_processes)
-    largest_limit = min(max_tokens, twice_tokens_per_process)
-    rows = np.array(row_lengths(row_limit), np.int64)
-    candidates = []
-    for sixteenths in LIMIT_SIXTEENTHS:
-        limit = max(1, largest_limit * sixteenths // 16)
+    micro_batch_size: int
+    max_tokens: int | None
+    overhead: int
+    lockstep: bool
+    computed: Computed = Computed.PADDED
+    pads_attention: bool = True
+
+    def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
+        """Plan a window.
+
+        For several limits on the padded tokens of a micro-batch, from `max_tokens` (or twice the
+        tokens per process, if that is less) downwards, the sorted window is split so that the sum
+        of costs is smallest, and the micro-batches are assigned to processes. Among the plans that
+        are at most 1/32 slower than the fastest one, the one with the smallest limit is returned,
+        as it needs the least memory. A window whose samples all have the same length is split by
+        number (`plan_window`).
+
+        Args:
+            lengths: Number of tokens of each sample of the window, shape (samples,). 0 counts as 1.
+            num_processes: Number of processes. Some may get no micro-batch.
+
+        Returns:
+            For each process, the list of its micro-batches (offsets of samples in the window),
+            cheapest first. Every sample occurs once. The plan depends on the arguments alone, not
+            on the platform, as all costs are integers (in units of 1 / ATTENTION_WIDTH tokens).
+        """
+        if not len(lengths):
+            return [[] for _ in range(num_processes)]
+        max_tokens = self.max_tokens or self.micro_batch_size * max(1, int(lengths.max()))
+        order = np.argsort(lengths, kind="stable")
+        sorted_lengths = np.maximum(lengths[order].astype(np.int64), 1)
+        if sorted_lengths[0] == sorted_lengths[-1]:
+            micro_batch_size = max(1, max_tokens // int(sorted_lengths[0]))
+            return plan_window(len(lengths), num_processes, micro_batch_size)
+
+        # One micro-batch of more than twice the tokens per process would unbalance the processes.
+        twice_tokens_per_process = -(-2 * int(sorted_lengths.sum()) // num_processes)
+        largest_limit = min(max_tokens, twice_tokens_per_process)
+        assign = _assign_in_rounds if self.lockstep else assign_longest_first
+        candidates = []
+        for sixteenths in LIMIT_SIXTEENTHS:
+            limit = max(1, largest_limit * sixteenths // 16)
+            boundaries, costs = self.cheapest_boundaries(sorted_lengths, limit)
+            time, assignment = assign(costs, num_processes)
+            candidates.append(_Candidate(time, boundaries, assignment))
+
+        fastest = min(candidate.time for candidate in candidates)
+        fast_enough = [
+            candidate
+            for candidate in candidates
+            if (candidate.time - fastest) * SLOWDOWN_DENOMINATOR <= fastest
+        ]
+        chosen = fast_enough[-1]  # the one with the smallest limit
+        micro_batches = [order[start:stop] for start, stop in pairwise(chosen.boundaries)]
+        return [[micro_batches[index] for index in indices] for indices in chosen.assignment]
+
+    def cheapest_boundaries(
+        self, sorted_lengths: np.ndarray, max_tokens: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Split a window, sorted by length, into micro-batches with the smallest sum of costs.
+
+        Dynamic programming over the number of samples at which a micro-batch ends. All
+        micro-batches of packed tokens together have the same real tokens, so only their number, the
+        padding of attention and the tails of rows count.
+
+        Args:
+            sorted_lengths: Number of tokens of each sample, in ascending order, at least 1.
+            max_tokens: Maximum number of padded tokens in one micro-batch; of packed ones, of real
+                tokens, and of padded ones `MAX_PADDING` times as many.
+
+        Returns:
+            Ascending offsets from 0 to the number of samples, and the cost of each micro-batch,
+            which consists of the samples from one of them up to the next.
+        """
+        num_samples = len(sorted_lengths)
+        is_packed = self.computed is not Computed.PADDED
+        overhead = self.overhead
+        rows = np.empty(0, np.int64)
+        if self.computed is Computed.ROWS:
+            overhead = min(overhead, GPU_OVERHEAD_OF_ROWS)
+            rows = np.array(row_lengths(self.max_tokens), np.int64)
+        ends = np.arange(1, num_samples + 1)
+        tokens_before = np.concatenate([[0], np.cumsum(sorted_lengths)])
+        # The last sample of a micro-batch is the longest one and determines its cost per sample,
+        # and the first begin at which its tokens are few enough.
         if is_packed:
-            boundaries = packed_boundaries(sorted_lengths, limit, overhead, pads_attention, rows)
-            costs = _packed_costs(sorted_lengths, boundaries, pads_attention, rows)
+            first_begins = np.maximum(
+                np.searchsorted(tokens_before, tokens_before[1:] - max_tokens),
+                ends - MAX_PADDING * max_tokens // sorted_lengths,
+            )
+            costs_per_sample = sorted_lengths**2 * self.pads_attention
         else:
-            boundaries = cheapest_boundaries(sorted_lengths, limit, overhead)
-            padded_lengths = sorted_lengths[boundaries[1:] - 1]
-            costs = np.diff(boundaries) * _costs_per_sample(padded_lengths)
-        costs = costs + overhead * ATTENTION_WIDTH
-        if lockstep:
-            time, assignment = _assign_in_rounds(costs, num_processes)
-        else:
-            time, assignment = assign_longest_first(costs, num_processes)
-        candidates.append(_Candidate(time, boundaries, assignment))
-
-    fastest = min(candidate.time for candidate in candidates)
-    fast_enough = [
-        candidate
-        for candidate in candidates
-        if (candidate.time - fastest) * SLOWDOWN_DENOMINATOR <= fastest
-    ]
-    chosen = fast_enough[-1]  # the one with the smallest limit
-    micro_batches = [order[start:stop] for start, stop in pairwise(chosen.boundaries)]
-    return [[micro_batches[index] for index in indices] for indices in chosen.assignment]
+            first_begins = ends - max_tokens // sorted_lengths
+            costs_per_sample = sorted_lengths * (ATTENTION_WIDTH + sorted_lengths)
+        first_begins = first_begins.clip(0, ends - 1).tolist()
+        # Smallest cost of the first 0, 1, 2, ... samples, and where their last micro-batch begins.
+        best_costs = np.zeros(num_samples + 1, np.int64)
+        begins = np.zeros(num_samples + 1, np.int64)
+        descending_sizes = np.arange(num_samples, 0, -1)
+        for end in range(1, num_samples + 1):
+            first_begin = first_begins[end - 1]
+            sizes = descending_sizes[first_begin - end :]  # of micro-batches from each begin to end
+            costs = best_costs[first_begin:end] + sizes * costs_per_sample[end - 1]
+            if len(rows):
+                num_tokens = tokens_before[end] - tokens_before[first_begin:end]
+                costs += _computed_tokens(num_tokens, rows) * ATTENTION_WIDTH
+            cheapest = int(costs.argmin())
+            best_costs[end] = costs[cheapest] + overhead * ATTENTION_WIDTH
+            begins[end] = first_begin + cheapest
+        boundaries = _followed(begins)
+        if not is_packed:
+            boundaries = _even_out(boundaries, sorted_lengths)
+            costs = np.diff(boundaries) * costs_per_sample[boundaries[1:] - 1]
+            return boundaries, costs + overhead * ATTENTION_WIDTH
+        # What is the same for all splits was left out.
+        if not len(rows):
+            best_costs += tokens_before * ATTENTION_WIDTH
+        if not self.pads_attention:
+            best_costs[1:] += np.cumsum(sorted_lengths**2)
+        return boundaries, np.diff(best_costs[boundaries])
 
 
 def padded_tokens(plan: Plan, lengths: np.ndarray) -> int:
@@ -221,13 +229,6 @@ def padded_tokens(plan: Plan, lengths: np.ndarray) -> int:
         for micro_batch in share:
             total += len(micro_batch) * int(lengths[micro_batch].max())
     return total
-
-
-def _costs_per_sample(padded_lengths: np.ndarray) -> np.ndarray:
-    """Return the compute cost of one sample in micro-batches that are padded to these lengths, in
-    units of 1 / ATTENTION_WIDTH tokens, so that all costs are integers.
-    """
-    return padded_lengths * (ATTENTION_WIDTH + padded_lengths)
 
 
 def assign_longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
@@ -256,50 +257,6 @@ def assign_longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, li
     return largest_sum, [indices[::-1] for indices in assignment]
 
 
-def cheapest_boundaries(sorted_lengths: np.ndarray, max_tokens: int, overhead: int) -> np.ndarray:
-    """Split a window, sorted by length, into micro-batches with the smallest sum of costs.
-
-    Dynamic programming over the number of samples at which a micro-batch ends. Two kinds of ends
-    suffice: after the last sample of a length, or where the micro-batch is full. Any other end can
-    be moved one sample to the right, which makes a later micro-batch smaller at no cost.
-
-    Args:
-        sorted_lengths: Number of tokens of each sample, in ascending order, at least 1.
-        max_tokens: Maximum number of padded tokens in one micro-batch.
-        overhead: Cost of a micro-batch that does not depend on its size, in tokens.
-
-    Returns:
-        Ascending offsets from 0 to the number of samples. Each micro-batch consists of the samples
-        from one of them up to the next.
-    """
-    num_samples = len(sorted_lengths)
-    fixed_cost = overhead * ATTENTION_WIDTH
-    # Smallest cost of the first 0, 1, 2, ... samples, and where their last micro-batch begins.
-    best_costs = np.zeros(num_samples + 1, np.int64)
-    best_costs[1:] = np.iinfo(np.int64).max // 4  # unknown; small enough to add to it
-    begins = np.zeros(num_samples + 1, np.int64)
-    is_last_of_length = np.append(sorted_lengths[1:] != sorted_lengths[:-1], True).tolist()
-    descending_sizes = np.arange(num_samples, 0, -1)
-    costs_per_sample = _costs_per_sample(sorted_lengths).tolist()
-    max_sizes = np.maximum(1, max_tokens // sorted_lengths).tolist()
-    for end in range(1, num_samples + 1):
-        # The last sample is the longest one and determines the padded length.
-        cost_per_sample = costs_per_sample[end - 1]
-        max_size = max_sizes[end - 1]
-        if is_last_of_length[end - 1]:
-            first_begin = max(0, end - max_size)
-            sizes = descending_sizes[first_begin - end :]  # of micro-batches from each begin to end
-            costs = best_costs[first_begin:end] + sizes * cost_per_sample
-            cheapest = int(costs.argmin())
-            best_costs[end] = costs[cheapest] + fixed_cost
-            begins[end] = first_begin + cheapest
-        elif end >= max_size:
-            begin = end - max_size
-            best_costs[end] = best_costs[begin] + max_size * cost_per_sample + fixed_cost
-            begins[end] = begin
-    return _even_out(_followed(begins), sorted_lengths)
-
-
 def row_length(num_tokens: int, limit: int | None) -> int:
     """Return the length of the row for some tokens, one of few.
 
@@ -324,79 +281,13 @@ def row_lengths(limit: int | None) -> list[int]:
 
 
 def _computed_tokens(num_tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return how many tokens are computed for so many real ones: the length of the row, if there
-    are rows. More than fit into the longest one, of a single sample, count as they are.
+    """Return how many tokens are computed for so many real ones: the length of the row. More than
+    fit into the longest one, of a single sample, count as they are.
     """
-    if not len(rows):
-        return num_tokens
     computed = num_tokens.copy()
     is_row = num_tokens <= rows[-1]
     computed[is_row] = rows[np.searchsorted(rows, num_tokens[is_row])]
     return computed
-
-
-def packed_boundaries(
-    sorted_lengths: np.ndarray,
-    max_tokens: int,
-    overhead: int,
-    pads_attention: bool,
-    rows: np.ndarray,
-) -> np.ndarray:
-    """Split a window, sorted by length, into packed micro-batches with the smallest sum of costs.
-
-    Dynamic programming over the number of samples at which a micro-batch ends. All micro-batches
-    together have the same real tokens, so only their number, the padding of attention and the tails
-    of rows count.
-
-    Args:
-        sorted_lengths: Number of tokens of each sample, in ascending order, at least 1.
-        max_tokens: Maximum number of real tokens in one micro-batch; of padded ones `MAX_PADDING`
-            times as many.
-        overhead: Cost of a micro-batch that does not depend on its size, in tokens.
-        pads_attention: Whether attention is padded.
-        rows: Lengths of rows, in ascending order; none if tokens are not filled up.
-
-    Returns:
-        See `cheapest_boundaries`.
-    """
-    num_samples = len(sorted_lengths)
-    tokens_before = np.concatenate([[0], np.cumsum(sorted_lengths)])
-    # The first begin at which the real, and the padded tokens up to each end are few enough.
-    first_begins = np.maximum(
-        np.searchsorted(tokens_before, tokens_before[1:] - max_tokens),
-        np.arange(1, num_samples + 1) - np.maximum(1, MAX_PADDING * max_tokens // sorted_lengths),
-    )
-    first_begins = np.minimum(first_begins, np.arange(num_samples)).tolist()
-    attention_per_sample = sorted_lengths**2 if pads_attention else np.zeros_like(sorted_lengths)
-    best_costs = np.zeros(num_samples + 1, np.int64)
-    begins = np.zeros(num_samples + 1, np.int64)
-    descending_sizes = np.arange(num_samples, 0, -1)
-    for end in range(1, num_samples + 1):
-        first_begin = first_begins[end - 1]
-        sizes = descending_sizes[first_begin - end :]
-        costs = best_costs[first_begin:end] + sizes * attention_per_sample[end - 1]
-        if len(rows):
-            num_tokens = tokens_before[end] - tokens_before[first_begin:end]
-            costs += _computed_tokens(num_tokens, rows) * ATTENTION_WIDTH
-        cheapest = int(costs.argmin())
-        best_costs[end] = costs[cheapest] + overhead * ATTENTION_WIDTH
-        begins[end] = first_begin + cheapest
-    return _followed(begins)
-
-
-def _packed_costs(
-    sorted_lengths: np.ndarray,
-    boundaries: np.ndarray,
-    pads_attention: bool,
-    rows: np.ndarray,
-) -> np.ndarray:
-    """Return the compute cost of each packed micro-batch, see `_costs_per_sample`."""
-    starts = boundaries[:-1]
-    tokens = _computed_tokens(np.add.reduceat(sorted_lengths, starts), rows)
-    attention = np.add.reduceat(sorted_lengths**2, starts)
-    if pads_attention:
-        attention = np.diff(boundaries) * sorted_lengths[boundaries[1:] - 1] ** 2
-    return tokens * ATTENTION_WIDTH + attention
 
 
 def _followed(begins: np.ndarray) -> np.ndarray:

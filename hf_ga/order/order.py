@@ -25,14 +25,9 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -
     Returns:
         int64, shape (num_samples,): a permutation of 0 ... num_samples - 1.
 
-    Raises:
-        ValueError: If `num_samples` is negative.
-
     >>> epoch_order(8, seed=0, epoch=0)
     array([3, 1, 6, 2, 4, 7, 0, 5])
     """
-    if num_samples < 0:
-        raise ValueError(f"num_samples must be at least 0, got {num_samples}")
     ids = np.arange(num_samples, dtype=np.int64)
     if not shuffle:
         return ids

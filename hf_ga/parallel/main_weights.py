@@ -73,42 +73,19 @@ def _error_for_other_processes(error: Exception) -> HfGaError:
 
 
 @dataclass(frozen=True)
-class ParameterInfo:
-    """A parameter of a model without its values, to check that all processes built the same model.
-
-    Attributes:
-        shape: Its full shape.
-        dtype: Its dtype.
-        requires_grad: Whether it is trainable.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def __str__(self) -> str:
-        """Describe the parameter for the error that two processes built different models: shape,
-        dtype and whether it is trainable.
-        """
-        kind = "trainable" if self.requires_grad else "frozen"
-        return f"{tuple(self.shape)} {self.dtype} ({kind})"
-
-
-@dataclass(frozen=True)
 class ModelOutline:
     """The main process's model and optimizers without the values of the parameters; it is broadcast
     to the other processes.
 
     Attributes:
-        parameters: Name of each parameter -> shape, dtype, and whether it is trainable.
-        tied_names: Groups of names that belong to one tied parameter.
+        parameters: Name of each parameter -> one of the same kind on the meta device; the same one
+            for all names of a tied parameter.
         buffers: Name of each buffer -> its values on the CPU, and whether it is persistent.
         optimizer_groups: For each optimizer, for each of its parameter groups, the names of the
             parameters.
     """
 
-    parameters: dict[str, ParameterInfo]
-    tied_names: list[list[str]]
+    parameters: dict[str, nn.Parameter]
     buffers: dict[str, tuple[Tensor, bool]]
     optimizer_groups: list[list[list[str]]]
 
@@ -194,14 +171,14 @@ def _check_same_model(
     """Check that this process built the same parameters and the same number of parameter groups as
     the main process.
     """
-    own_parameters = _describe_parameters(model)
+    own_parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in sorted({*outline.parameters, *own_parameters}):
-        own = own_parameters.get(name)
-        main = outline.parameters.get(name)
+        own = _describe(own_parameters.get(name))
+        main = _describe(outline.parameters.get(name))
         if own != main:
             raise ConfigError(
                 f"process {accelerator.process_index} built another model than the main process: "
-                f"{name} is {own or 'missing'} here and {main or 'missing'} there. Build the same "
+                f"{name} is {own} here and {main} there. Build the same "
                 "model on all processes, with the same parameters frozen."
             )
     own_num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
@@ -231,10 +208,12 @@ def _make_outline(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
                 )
             groups.append([names_of[parameter][0] for parameter in group["params"]])
         optimizer_groups.append(groups)
+    parameters = {}
+    for parameter, names in names_of.items():
+        parameters |= dict.fromkeys(names, _on_meta(parameter))
     saved_names = model.state_dict().keys()
     return ModelOutline(
-        parameters=_describe_parameters(model),
-        tied_names=[names for names in names_of.values() if len(names) > 1],
+        parameters=parameters,
         buffers={
             name: (buffer.cpu(), name in saved_names)
             for name, buffer in model.named_buffers(remove_duplicate=False)
@@ -243,24 +222,26 @@ def _make_outline(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
     )
 
 
-def _describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
-    """Return shape, dtype and trainability of all parameters of a model by their names, a tied one
-    under each of its names.
-    """
-    return {
-        name: ParameterInfo(parameter.shape, parameter.dtype, parameter.requires_grad)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+def _describe(parameter: nn.Parameter | None) -> str:
+    """Return shape, dtype and trainability of a parameter in words."""
+    if parameter is None:
+        return "missing"
+    kind = "trainable" if parameter.requires_grad else "frozen"
+    return f"{tuple(parameter.shape)} {parameter.dtype} ({kind})"
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same kind on the meta device, without values."""
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def _move_parameters_to_meta(model: nn.Module, outline: ModelOutline) -> None:
     """Before FSDP2 shards a model, replace all its parameters by ones on the meta device, without
     values, and its buffers by those of the main process.
     """
-    for name, info in outline.parameters.items():
-        empty = torch.empty(info.shape, dtype=info.dtype, device="meta")
-        _set_parameter(model, name, nn.Parameter(empty, requires_grad=info.requires_grad))
-    _tie_parameters(model, outline)
+    for name, parameter in outline.parameters.items():
+        _set_parameter(model, name, parameter)
     for name, (values, is_persistent) in outline.buffers.items():
         module_path, _, attribute = name.rpartition(".")
         module = model.get_submodule(module_path)
@@ -284,9 +265,10 @@ def _tie_parameters(model: nn.Module, outline: ModelOutline) -> None:
     """Tie the parameters of a model that are tied in the main process's model: all their names
     refer to the parameter of the first name.
     """
-    for first_name, *other_names in outline.tied_names:
-        for name in other_names:
-            _set_parameter(model, name, model.get_parameter(first_name))
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in outline.parameters.items():
+        first_name = first_names.setdefault(parameter, name)
+        _set_parameter(model, name, model.get_parameter(first_name))
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -14,7 +14,6 @@ from accelerate.utils import broadcast_object_list, gather_object, get_int_from_
 from torch import Tensor
 
 from hf_ga.errors import CheckpointError, ConfigError
-from hf_ga.parallel.backend import sum_over_ranks
 from hf_ga.parallel.fsdp import is_sharded
 
 
@@ -49,15 +48,9 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
         yield
     except (CheckpointError, ConfigError) as error:
         failure = error
-        if accelerator.num_processes == 1:
-            raise
-    if accelerator.num_processes == 1:
-        return
-    # One number, which is 0 almost always, says whether there are errors to gather.
-    (num_failures,) = sum_over_ranks(accelerator, [failure is not None])
-    if num_failures:
-        failures = gather_object([failure])
-        raise next(error for error in failures if error is not None)
+    for error in gather_object([failure]):  # without other processes, the list itself
+        if error is not None:
+            raise error
 
 
 def check_agreement(accelerator: Accelerator, description: str, value: str) -> None:

@@ -4,11 +4,11 @@ which they wait.
 All ranks make the same all-gathers and reduce-scatters in each forward and backward. After a
 failure, torch (2.13) resets the state that FSDP keeps during a forward, and the rank repeats the
 micro-batch with a single sample. The collectives that it had already made with the others are
-replaced by local copies; all following ones are real. All ranks discard the results, so they need
+replaced by zeros; all following ones are real. All ranks discard the results, so they need
 not be correct.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class CollectiveCounter:
     Attributes:
         num_made: Number of the micro-batch's collectives that this rank has made with the others.
         num_requested: Number of collectives that FSDP has requested in the current try of the
-            micro-batch, including those that were replaced by local copies.
+            micro-batch, including those that were replaced by zeros.
     """
 
     def __init__(self) -> None:
@@ -52,8 +52,8 @@ class CollectiveCounter:
             model: The model, sharded by FSDP2.
         """
         for unit in fsdp2_units(model):
-            unit.set_custom_all_gather(CountedAllGather(self))
-            unit.set_custom_reduce_scatter(CountedReduceScatter(self))
+            unit.set_custom_all_gather(CountedCollective(self, dist.all_gather_single))
+            unit.set_custom_reduce_scatter(CountedCollective(self, dist.reduce_scatter_single))
 
     def start_micro_batch(self) -> None:
         """Reset the counts of FSDP2's collectives before the forward of a micro-batch. If it is the
@@ -85,83 +85,37 @@ class CollectiveCounter:
         return self.num_requested <= self.num_made
 
 
-class _CountedCollective:
-    """Base class of FSDP2's custom collectives that are counted, in one counter for a model; see
-    `FSDPModule.set_custom_all_gather`.
+class CountedCollective:
+    """A custom collective of FSDP2 that is counted: torch's own or, for one that was already made
+    before a failure, zeros. See `FSDPModule.set_custom_all_gather`.
+
+    Args:
+        counter: The counter of the micro-batch, which all collectives of a model share.
+        make: torch's function: (output, input, group, ...) -> the work handle.
     """
 
-    def __init__(self, counter: CollectiveCounter) -> None:
-        """Store the counter of FSDP2's collectives in a micro-batch, which all collectives of a
-        model share.
-        """
+    def __init__(self, counter: CollectiveCounter, make: Callable[..., dist.Work | None]) -> None:
+        """Store the counter and torch's function."""
         self.counter = counter
+        self.make = make
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized buffer for the output of an all-gather or reduce-scatter; FSDP2
-        calls it.
-        """
+        """Return an uninitialized buffer for the output; FSDP2 calls it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class CountedAllGather(_CountedCollective):
-    """All-gather of FSDP2's parameters: torch's own or, for one that was already made before a
-    failure, a local copy of this rank's shard in place of every rank's.
-    """
-
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, **options: Any
     ) -> dist.Work | None:
-        """Gather the shards of FSDP2's parameters from all ranks into `output_tensor`.
-
-        If this rank has already made this all-gather with the others, in a try of the same
-        micro-batch that ran out of memory, fill the output with copies of its own shard instead.
+        """Write the result for this rank into `output_tensor`.
 
         Returns:
-            The work handle of an asynchronous all-gather, otherwise None.
+            The work handle of an asynchronous collective, otherwise None.
         """
         if self.counter.count_request():
-            # Results of a repeated micro-batch are discarded, so any finite weights will do. Clone
-            # the input first, because it is a view of the output.
-            own_shard = input_tensor.clone()
-            output_tensor.view(group.size(), -1).copy_(own_shard.view(1, -1))
-            return None
-        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        self.counter.num_made += 1
-        return work
-
-
-class CountedReduceScatter(_CountedCollective):
-    """Reduce-scatter of FSDP2's gradients: torch's own or, for one that was already made before a
-    failure, zeros.
-    """
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce the gradients of FSDP2's parameters over all ranks, and write this rank's shard
-        into `output_tensor`.
-
-        If this rank has already made this reduce-scatter with the others, in a try of the same
-        micro-batch that ran out of memory, write zeros instead.
-
-        Returns:
-            The work handle of an asynchronous reduce-scatter, otherwise None.
-        """
-        if self.counter.count_request():
+            # Results of a repeated micro-batch are discarded, so any finite numbers will do.
             output_tensor.zero_()
             return None
-        work = dist.reduce_scatter_single(
-            output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
-        )
+        work = self.make(output_tensor, input_tensor, **options)
         self.counter.num_made += 1
         return work
 

@@ -78,14 +78,9 @@ class PipelineBackend(Backend):
         self._hooks = ExitStack()  # of the losses of the current window
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank holds the first pipeline stage, which has the embeddings."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank holds the last pipeline stage, which computes the loss."""
-        return self.stage == self.num_stages - 1
+    def second_copy(self) -> nn.Parameter | None:
+        """The tied parameter on the last stage, which holds the second copy of it."""
+        return self.tied if self.stage == self.num_stages - 1 else None
 
     @contextmanager
     def deferred_backwards(self) -> Iterator[None]:
@@ -147,8 +142,7 @@ class PipelineBackend(Backend):
         return the norm over all stages before clipping. A tied weight counts once in the norm.
         """
         # Its gradient is the same on the first stage, so the last stage does not count it.
-        not_counted = self.tied if self.is_last else None
-        gradients = [p.grad for p in parameters if p is not not_counted]
+        gradients = [p.grad for p in parameters if p is not self.second_copy]
         own_norm = torch.nn.utils.get_total_norm(gradients).double()
         squared = own_norm.square().to(self.device)
         dist.all_reduce(squared, group=self.stages)

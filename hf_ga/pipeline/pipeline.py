@@ -172,8 +172,7 @@ class Pipeline:
         folder.mkdir(parents=True, exist_ok=True)
         file_name = f"model-{self.stage + 1:05}-of-{self.num_stages:05}.safetensors"
         # The first stage saves a tied weight, so the last stage excludes its copy.
-        excluded = self._backend.tied if self._backend.is_last else None
-        weights = unique_weights(self.model, excluded)
+        weights = unique_weights(self.model, excluded=self._backend.second_copy)
         if self.replica == 0:
             save_file(weights, folder / file_name, metadata={"format": "pt"})
         num_bytes = {name: weight.nbytes for name, weight in weights.items()}

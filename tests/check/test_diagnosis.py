@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga.check.arms import accelerate_arm, trainer_arm
-from hf_ga.check.causes.weights import Split, best_match, half_precision, list_hypotheses
+from hf_ga.check.causes.weights import best_match, half_precision, list_hypotheses
 from hf_ga.check.verdict.rows import OURS
 
 EVEN = {"even": [4, 3, 3, 2]}
@@ -575,7 +575,7 @@ def test_weights_of_two_processes_are_named(case):
     if case == "another count of each":
         counts["tokens"] = np.array([11.0, 8.0])
     match, error = best_match(
-        torch.tensor(weights), parts, list_hypotheses(Split(n, counts, 4 if len(n) > 2 else 2, 2))
+        torch.tensor(weights), parts, list_hypotheses(n, counts, 4 if len(n) > 2 else 2, 2)
     )
     said = [f"{cause.name}: {cause.text}" for cause in match.causes]
     assert error < 1e-6 and len(said) == len(causes), said

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import hf_ga
 from hf_ga import ConfigError, plan_batch
 from hf_ga.finetuning.run.flags.cli import parse_config
-from hf_ga.order.length_plan import plan_by_length
+from hf_ga.order.length_plan import CPU_OVERHEAD, ByLength
 
 CASE = {"nodes": 30, "devices_per_node": 8, "per_device_train_batch_size": 10}
 windows = st.integers(1, 400)
@@ -44,9 +44,8 @@ def test_3072_on_240_devices_by_hand():
     assert naive_windows(3072, 240, 10) == [2400, 4800], (
         "control: rounding misses the wanted batch, by 22 % or 56 %"
     )
-    real = plan_by_length(
-        np.full(3072, 512), 240, 10 * 512
-    )  # as the loader plans samples of one length
+    planner = ByLength(10, 10 * 512, CPU_OVERHEAD, lockstep=False)
+    real = planner(np.full(3072, 512), 240)  # as the loader plans samples of one length
     sizes = [tuple(sorted(map(len, share), reverse=True)) for share in real]
     assert {size: sizes.count(size) for size in set(sizes)} == plan.shares
 

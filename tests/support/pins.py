@@ -104,7 +104,7 @@ def fingerprint() -> str:
 def integers() -> dict[str, str]:
     """Orders, plans and masks."""
     from hf_ga.draws.dropout.masks import keep_mask, sample_keys, window_key
-    from hf_ga.order.length_plan import plan_by_length
+    from hf_ga.order.length_plan import CPU_OVERHEAD, ByLength
     from hf_ga.order.order import epoch_order
     from hf_ga.order.plan import plan_by_sizes, plan_window
 
@@ -118,8 +118,8 @@ def integers() -> dict[str, str]:
         plans = {
             "count": plan_window(61, processes, 8),
             "sizes": plan_by_sizes(lengths, processes, [5, 11]),
-            "length": plan_by_length(lengths, processes, 2048),
-            "length in step": plan_by_length(lengths, processes, 2048, lockstep=True),
+            "length": ByLength(1, 2048, CPU_OVERHEAD, lockstep=False)(lengths, processes),
+            "length in step": ByLength(1, 2048, CPU_OVERHEAD, lockstep=True)(lengths, processes),
         }
         pins |= {
             f"plan by {name}, {processes}": sha256(*(m for share in plan for m in share))

@@ -18,7 +18,6 @@ from hf_ga.check.causes.divisors import count_usual, format_numbers, read_diviso
 from hf_ga.check.causes.switches import ConstantDraws, unclipped
 from hf_ga.check.causes.weights import (
     Hypothesis,
-    Split,
     best_match,
     clipping_cause,
     fitted_weights,
@@ -69,14 +68,10 @@ def explain(
         is_short = len(sizes) < row.accumulation_steps
         kind = (is_short, max(sizes) - min(sizes) > 1, len(sizes) % num_processes > 0)
         has_raised = row.refused is not None and step is not None
-        if row.passed or has_raised:
-            continue
-        if kind in kinds:
-            row.causes = []
+        # Random numbers of a refused step are a cause already.
+        if row.passed or has_raised or row.causes or kind in kinds:
             continue
         kinds.add(kind)
-        if row.causes:  # random numbers, of a refused step
-            continue
         if context.has_batch_norm and row.refused is not None:
             row.causes = [BATCH_NORM]
         elif row.refused is None and row.share <= 1:
@@ -100,10 +95,8 @@ def _causes_in(
     """
     trials: list[ConstantDraws | None] = [None]
     if step is not None:
-        trials = [ConstantDraws(device_of(context.model))]
-        if context.draws.places:
-            # A step of hf_ga draws the numbers of the reference, also where torch's are constant.
-            trials.append(None)
+        # A step of hf_ga draws the numbers of the reference, also where torch's are constant.
+        trials = [ConstantDraws(device_of(context.model)), None]
     found_first = None
     for draws in trials:
         trial = Trial(context, layout, step, draws, refused)
@@ -129,6 +122,7 @@ class Trial:
         missing: Names of the parameters that should have a gradient but have a zero one. The
             vectors above do not contain them.
         terms: What the terms of the loss divide by, the one closest to the full batch first.
+        residual: Relative error of the sum that this term gives.
     """
 
     def __init__(
@@ -151,8 +145,8 @@ class Trial:
         if self.has_several_widths:
             window = window.padded_to_window()
         self.window = window
-        whole = window.split([np.arange(window.num_samples)])
-        _, reference = plain_backward(context, whole, whole.micro_batches[0], draws=draws)
+        (whole,) = window.split([np.arange(window.num_samples)]).micro_batches
+        _, reference = plain_backward(context, whole, draws=draws)
         step_gradients = reference
         self.refused = refused
         if refused is None:
@@ -166,10 +160,13 @@ class Trial:
         self.step_gradient = _flatten(step_gradients, names, stride)
         self.micro_batch_gradients = []
         for micro_batch in window.micro_batches:
-            _, gradients = plain_backward(context, window, micro_batch, draws=draws)
-            self.micro_batch_gradients.append(_flatten(gradients, names, stride))
+            _, gradients = plain_backward(context, micro_batch, draws=draws)
+            flat = _flatten(gradients, names, stride)
+            # The mean over no targets is NaN; its weight is 0.
+            self.micro_batch_gradients.append(flat.nan_to_num(nan=0.0))
         terms = read_divisors(context, window)
         self.terms = sorted(terms, key=lambda term: self._error_of_sum(term.shares))
+        self.residual = self._error_of_sum(self.terms[0].shares)
 
     def causes(self) -> tuple[list[Cause], bool]:
         """Return the causes; if there is none, one named "unknown". And whether known weights
@@ -217,33 +214,26 @@ class Trial:
         """Find the weights of the step, and the relative error that they leave: those of known
         mistakes, then the same with clipping after every micro-batch, then any.
         """
-        terms = self.terms
-        # Of a sum of several means, the step may have weighted by any of their divisors.
-        is_additive = self._error_of_sum(terms[0].shares) <= self.match_limit
         counts = count_usual(self.window)
         steps = self.layout.accumulation_steps
         num_processes = self.context.accelerator.num_processes
+        # Of a sum of several means, the step may have weighted by any of their divisors.
+        is_additive = self.residual <= self.match_limit
         known = []
-        for term in terms[:1] if is_additive else terms:
-            known += list_hypotheses(Split(term.values, counts, steps, num_processes))
-        closest, error = self._best_match(known)
-        if error <= self.match_limit:
-            return closest, error
-        others = [[fitted_weights(self.step_gradient, self.micro_batch_gradients, terms[0])]]
+        for term in self.terms[:1] if is_additive else self.terms:
+            known += list_hypotheses(term.values, counts, steps, num_processes)
+        candidates = [known]
         if len(self.layout.offsets) > 1:  # a single one that is clipped just has another weight
             norm = float(self.step_gradient.double().norm())
-            others.insert(0, [hypothesis.clipped(norm) for hypothesis in known])
-        for hypotheses in others:
-            match, match_error = self._best_match(hypotheses)
-            if match_error <= self.match_limit:
-                return match, match_error
-        if self._is_imprecise(error):
-            return closest, error
-        return Hypothesis(closest.weights), error
-
-    def _best_match(self, hypotheses: list[Hypothesis]) -> tuple[Hypothesis, float]:
-        """Return the weights that explain the step's gradient best, with their relative error."""
-        return best_match(self.step_gradient, self.micro_batch_gradients, hypotheses)
+            candidates.append([hypothesis.clipped(norm) for hypothesis in known])
+        gradients = self.micro_batch_gradients
+        candidates.append([fitted_weights(self.step_gradient, gradients, self.terms[0])])
+        matches = [best_match(self.step_gradient, gradients, some) for some in candidates]
+        for match, error in matches:
+            if error <= self.match_limit:
+                return match, error
+        closest, error = matches[0]
+        return closest if self._is_imprecise(error) else Hypothesis(closest.weights), error
 
     def _is_imprecise(self, error: float) -> bool:
         """Whether low precision may be what known weights do not explain: not where the
@@ -276,13 +266,12 @@ class Trial:
         """Return why no weights of the micro-batches give the full batch's gradient."""
         context = self.context
         terms = self.terms
-        residual = self._error_of_sum(terms[0].shares)
-        if residual <= self.match_limit:
+        if self.residual <= self.match_limit:
             return []
         if context.has_batch_norm:
             return [BATCH_NORM]
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
-        evidence = f"residual {residual:.1e}"
+        evidence = f"residual {self.residual:.1e}"
         if context.settings.whole_batch is not None:
             negatives = "each micro-batch compares its own samples only (in-batch negatives)"
             return [Cause("cross-batch loss", f"{text}: {negatives}", evidence)]
@@ -342,8 +331,8 @@ def _causes_of_draws(places: Mapping[str, str]) -> list[Cause]:
 
 def _has_several_widths(window: Window) -> bool:
     """Whether the micro-batches of a window are padded to different widths."""
-    first, *others = [widths_of(micro_batch.batch) for micro_batch in window.micro_batches]
-    return any(widths != first for widths in others)
+    widths = [widths_of(micro_batch.batch) for micro_batch in window.micro_batches]
+    return any(width != widths[0] for width in widths)
 
 
 def _parameters_without_gradient(gradients: Gradients, reference: Gradients) -> list[str]:

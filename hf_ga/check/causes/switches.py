@@ -32,7 +32,8 @@ class ConstantDraws(KeyedDraws):
     def __init__(self, device: torch.device) -> None:
         """Make the draws; no micro-batch begins later."""
         super().__init__(allow_unkeyed=True)
-        self.attend = _attention_without_dropout
+        # The last argument is the rate of dropout.
+        self.attend = lambda *arguments: dropped_attention(*arguments[:-1], 0.0)
         key = torch.zeros(1, dtype=torch.int64, device=device)
         self.begin(key, key)
 
@@ -61,12 +62,6 @@ class _ConstantDraw(Draw):
     def _draw(self, from_hashes: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the number of one hash in each element."""
         return from_hashes(torch.full(self.shape, _HASH, device=self.keys.device))
-
-
-def _attention_without_dropout(*args: Any) -> Tensor:
-    """Compute attention as `dropped_attention`, with a dropout probability of 0."""
-    *others, _ = args
-    return dropped_attention(*others, 0.0)
 
 
 @contextmanager

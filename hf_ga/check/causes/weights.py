@@ -9,7 +9,7 @@ average the processes' gradients.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,8 +40,7 @@ class Hypothesis:
         """Return the gradient that a step with these weights leaves, as a float64 vector."""
         result = torch.zeros_like(micro_batch_gradients[0], dtype=torch.float64)
         for gradient, weight in zip(micro_batch_gradients, self.weights, strict=True):
-            if weight:  # the mean over no targets is NaN, with weight 0
-                result += gradient.double() * float(weight)
+            result += gradient.double() * float(weight)
             if self.max_norm < float("inf"):
                 result *= min(1.0, self.max_norm / (float(result.norm()) + 1e-6))
         return result
@@ -59,40 +58,40 @@ def clipping_cause(max_norm: float) -> Cause:
     )
 
 
-@dataclass(frozen=True)
-class Split:
-    """What a training step may know of the micro-batches of a window.
+def list_hypotheses(
+    targets: np.ndarray,
+    counts: dict[str, np.ndarray],
+    accumulation_steps: int,
+    num_processes: int = 1,
+) -> list[Hypothesis]:
+    """List the weights that a step may have used: the correct ones first, then those of mistakes,
+    the most plausible first; then the same with repeated micro-batches, and in a short last window.
 
-    Attributes:
+    Args:
         targets: What the loss divides by in each micro-batch, shape (micro-batches,).
         counts: What a step may count instead, by name; the same shape.
         accumulation_steps: Micro-batches of a full window over all processes.
         num_processes: Micro-batch k belongs to process k mod num_processes.
     """
-
-    targets: np.ndarray
-    counts: dict[str, np.ndarray]
-    accumulation_steps: int
-    num_processes: int = 1
-
-    def of_process(self, count: np.ndarray) -> np.ndarray:
-        """Return, for each micro-batch, the sum of a count over those of its process."""
-        process = np.arange(len(count)) % self.num_processes
-        return np.bincount(process, count)[process]
-
-    def repeated(self, order: np.ndarray) -> "Split":
-        """Return the split with these micro-batches, some of them twice."""
-        counts = {name: count[order] for name, count in self.counts.items()}
-        return replace(self, targets=self.targets[order], counts=counts)
-
-
-def list_hypotheses(split: Split) -> list[Hypothesis]:
-    """List the weights that a step may have used: the correct ones first, then those of mistakes,
-    the most plausible first; then the same in a short last window, and with repeated micro-batches.
-    """
-    found = _table_of_weights(split)
-    steps = -(-len(split.targets) // split.num_processes)
-    full = -(-split.accumulation_steps // split.num_processes)
+    found = _table_of_weights(targets, counts, num_processes)
+    num = len(targets)
+    num_repeated = -num % num_processes
+    if num_repeated:
+        even_batches = Cause(
+            "even_batches",
+            f"Accelerate repeats the first {num_repeated} of {num} micro-batches, so that all "
+            "processes have as many",
+        )
+        # Accelerate's loader repeats the first ones until all processes have the same number. The
+        # weight of a repeated micro-batch is the sum of both its weights.
+        order = np.arange(num + num_repeated) % num
+        counts_with_repeated = {name: count[order] for name, count in counts.items()}
+        found += [
+            Hypothesis(np.bincount(order, h.weights), (*h.causes, even_batches))
+            for h in _table_of_weights(targets[order], counts_with_repeated, num_processes)
+        ]
+    steps = -(-num // num_processes)
+    full = -(-accumulation_steps // num_processes)
     if steps < full:
         factor = steps / full
         last_window = Cause(
@@ -101,34 +100,26 @@ def list_hypotheses(split: Split) -> list[Hypothesis]:
             "by the full GA",
         )
         found += [Hypothesis(h.weights * factor, (*h.causes, last_window)) for h in found]
-    num = len(split.targets)
-    num_repeated = -num % split.num_processes
-    if not num_repeated:
-        return found
-    # Accelerate's loader repeats the first micro-batches until all processes have the same number.
-    order = np.arange(num + num_repeated) % num
-    even_batches = Cause(
-        "even_batches",
-        f"Accelerate repeats the first {num_repeated} of {num} micro-batches, so that all "
-        "processes have as many",
-    )
-    for hypothesis in list_hypotheses(split.repeated(order)):
-        # The weight of a repeated micro-batch is the sum of both its weights.
-        weights = np.bincount(order, hypothesis.weights)
-        found.append(Hypothesis(weights, (*hypothesis.causes, even_batches)))
     return found
 
 
-def _table_of_weights(split: Split) -> list[Hypothesis]:
+def _table_of_weights(
+    targets: np.ndarray, counts: dict[str, np.ndarray], num_processes: int
+) -> list[Hypothesis]:
     """List the weights of a full window whose micro-batches are computed once.
 
     n_k: targets of a micro-batch, N: of the window, N_p: of a process, K_p: its micro-batches,
     P: processes, c_k, C and C_p: another count.
     """
-    n = split.targets
+    n = targets
     ones = np.ones(len(n))
-    num_processes = split.num_processes
-    targets_of_process = split.of_process(n)[:num_processes]
+    process = np.arange(len(n)) % num_processes
+
+    def of_process(count: np.ndarray) -> np.ndarray:
+        """Return, for each micro-batch, the sum of a count over those of its process."""
+        return np.bincount(process, count)[process]
+
+    targets_of_process = of_process(n)[:num_processes]
     is_same = np.allclose(targets_of_process, targets_of_process[0])
     averaged = Cause(
         "average of local means",
@@ -144,7 +135,7 @@ def _table_of_weights(split: Split) -> list[Hypothesis]:
     # Of micro-batches with equal numbers on each of several processes, averaging is the mistake.
     is_uneven = any(len(set(n[rank::num_processes])) > 1 for rank in range(num_processes))
     means = (mean_of_means,) if is_uneven else ()
-    num_of_first = split.of_process(ones)[0]
+    num_of_first = of_process(ones)[0]
     undivided = _normalisation(f"x{num_of_first:.2f}: {_UNDIVIDED}")
     summed = _normalisation(
         f"x{len(n):.2f}: {_UNDIVIDED}, and summed over the processes instead of averaged"
@@ -154,18 +145,18 @@ def _table_of_weights(split: Split) -> list[Hypothesis]:
     )
     table = [
         (n / n.sum(), ()),  # n_k / N
-        (n / split.of_process(n) / num_processes, averaging),  # n_k / (N_p P)
-        (1 / split.of_process(ones) / num_processes, (*means, *averaging)),  # 1 / (K_p P)
+        (n / of_process(n) / num_processes, averaging),  # n_k / (N_p P)
+        (1 / of_process(ones) / num_processes, (*means, *averaging)),  # 1 / (K_p P)
         (ones / num_processes, (undivided, *averaging)),  # 1 / P
         (ones, (summed, *averaging)),  # 1
         (n / num_processes, (a_sum,)),  # n_k / P
     ]
-    for name, count in split.counts.items():
+    for name, count in counts.items():
         if np.allclose(count, n):
             continue
-        divided = _divided_by(split, name)
+        divided = _divided_by(name, n, counts)
         text = f"micro-batches are weighted by {name}, which the loss does not divide by"
-        count_of_process = np.maximum(split.of_process(count), 1)
+        count_of_process = np.maximum(of_process(count), 1)
         table += [
             (n / count.sum(), (divided,)),  # n_k / C
             (count / count.sum(), (Cause(divided.name, text),)),  # c_k / C
@@ -174,16 +165,16 @@ def _table_of_weights(split: Split) -> list[Hypothesis]:
     return [Hypothesis(weights, causes) for weights, causes in table]
 
 
-def _divided_by(split: Split, name: str) -> Cause:
+def _divided_by(name: str, targets: np.ndarray, counts: dict[str, np.ndarray]) -> Cause:
     """Return the cause that a step divides the sum of the loss by another count."""
-    num_targets = split.targets.sum()
-    num_counted = split.counts[name].sum()
+    num_targets = targets.sum()
+    num_counted = counts[name].sum()
     text = (
         f"x{num_targets / num_counted:.4g}: the window has {num_targets:g} targets, but "
         f"{num_counted:g} are counted ({name})"
     )
-    shifted = split.counts.get(SHIFTED_LABELS)
-    if name == LABELS and shifted is not None and np.allclose(shifted, split.targets):
+    shifted = counts.get(SHIFTED_LABELS)
+    if name == LABELS and shifted is not None and np.allclose(shifted, targets):
         return Cause("labels counted unshifted", f"{text}; column 0 is never predicted")
     return _normalisation(text)
 

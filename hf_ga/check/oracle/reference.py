@@ -18,15 +18,20 @@ from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.whole.whole_window import loss_of_all
 from hf_ga.loading.batches import MicroBatch
-from hf_ga.loading.window import Window
-from hf_ga.model.forward import Batch, argument_filter, restored_state, run_forward
+from hf_ga.model.forward import (
+    Batch,
+    argument_filter,
+    restored_state,
+    run_forward,
+    transformers_configs,
+)
 from hf_ga.model.outputs import named_tensors, with_tensors
+from hf_ga.model.override import replaced
 from hf_ga.model.precision import at_least_float32, temporary_dtype
 
 
 def plain_backward(
     context: CheckContext,
-    window: Window,
     micro_batch: MicroBatch,
     precision: str | None = None,
     *,
@@ -37,7 +42,6 @@ def plain_backward(
 
     Args:
         context: The model and the settings of the check.
-        window: The window; its seed, epoch and index set the keys of random draws.
         micro_batch: The batch: some samples of the window, or all.
         precision: "float64". None: the precision of the check.
         draws: The random draws of the forward. None: those of the reference.
@@ -53,7 +57,7 @@ def plain_backward(
     batch = send_to_device(micro_batch.batch, device)
     if precision == "float64":
         batch = {name: _to_float64(value) for name, value in batch.items()}
-    begin_draws(context, window, micro_batch.positions)
+    begin_draws(context, micro_batch.positions)
     with (
         running_in_float64(model) if precision == "float64" else nullcontext(),
         (draws or context.draws).scope(),
@@ -68,11 +72,13 @@ def plain_backward(
     return float(mean.detach()), gradients
 
 
-def begin_draws(context: CheckContext, window: Window, positions: np.ndarray) -> None:
-    """Key the random draws of the next forward by the samples at these positions of a window."""
+def begin_draws(context: CheckContext, positions: np.ndarray) -> None:
+    """Key the random draws of the next forward by the samples at these positions of the window,
+    the first one of epoch 0.
+    """
     device = device_of(context.model)
-    keys = sample_keys(window.request.seed, window.epoch, positions)
-    key_of_window = window_key(window.request.seed, window.epoch, window.index)
+    keys = sample_keys(context.seed, 0, positions)
+    key_of_window = window_key(context.seed, 0, 0)
     context.draws.begin(keys.to(device), key_of_window.to(device))
 
 
@@ -100,24 +106,9 @@ class _Float64Casts(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is Tensor.float:
             function = Tensor.double
-        elif getattr(function, "__name__", None) == "_grouped_mm" and args[1].dim() == 3:
-            # torch has no float64 kernel for it.
-            rows, matrices, *_ = args
-            return _grouped_matmul(rows, matrices, kwargs["offs"])
         args = tuple(map(_float64_dtype, args))
         kwargs = {name: _float64_dtype(value) for name, value in kwargs.items()}
         return function(*args, **kwargs)
-
-
-def _grouped_matmul(rows: Tensor, matrices: Tensor, group_ends: Tensor) -> Tensor:
-    """Multiply each group of consecutive rows by the matrix of its group, in any dtype. Group i
-    ends before row `group_ends[i]`; the result is 0 for rows behind the last group.
-    """
-    groups = torch.tensor_split(rows, group_ends.cpu().long())
-    # tensor_split also returns the rows behind the last group: multiply them by zeros.
-    factors = [*matrices, 0 * matrices[0]]
-    products = [group @ matrix for group, matrix in zip(groups, factors, strict=True)]
-    return torch.cat(products)
 
 
 def _float64_dtype(argument: Any) -> Any:
@@ -137,5 +128,14 @@ def running_in_float64(model: nn.Module) -> Iterator[None]:
     """Run the block with the model's parameters, buffers and own casts to float32 in float64."""
     tensors = [*model.parameters(), *model.buffers()]
     floating_point = [tensor for tensor in tensors if tensor.is_floating_point()]
-    with temporary_dtype(floating_point, torch.float64), _Float64Casts():
+    # torch has no float64 kernel for the products of all experts at once.
+    experts_one_by_one = [
+        (config, "_experts_implementation_internal", "eager")
+        for config in transformers_configs(model)
+    ]
+    with (
+        temporary_dtype(floating_point, torch.float64),
+        _Float64Casts(),
+        replaced(experts_one_by_one),
+    ):
         yield

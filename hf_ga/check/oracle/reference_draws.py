@@ -1,5 +1,6 @@
 """The random draws of the reference: hf_ga's, with the same numbers in float64 as in float32."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,21 +24,8 @@ class _Float32Draw(Draw):
     numbers are others altogether.
     """
 
-    def uniform(self, dtype: torch.dtype) -> Tensor:
-        """Draw uniformly distributed numbers of [0, 1)."""
-        return super().uniform(_at_most_float32(dtype)).to(dtype)
-
-    def normal(self, dtype: torch.dtype) -> Tensor:
-        """Draw standard normal numbers."""
-        numbers = super().normal(_at_most_float32(dtype))
-        return numbers.double() if dtype == torch.float64 else numbers
-
-    def exponential(self, dtype: torch.dtype) -> Tensor:
-        """Draw exponentially distributed positive numbers of rate 1."""
-        numbers = super().exponential(_at_most_float32(dtype))
-        return numbers.double() if dtype == torch.float64 else numbers
-
-
-def _at_most_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 in place of float64."""
-    return torch.float32 if dtype == torch.float64 else dtype
+    def _draw(self, from_hashes: partial) -> Tensor:
+        """Draw the numbers from hashes; those of float64 in float32."""
+        if from_hashes.keywords.get("dtype") != torch.float64:
+            return super()._draw(from_hashes)
+        return super()._draw(partial(from_hashes, dtype=torch.float32)).double()

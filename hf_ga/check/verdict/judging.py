@@ -23,7 +23,6 @@ from hf_ga.check.oracle.reference import plain_backward
 from hf_ga.check.steps import CheckContext
 from hf_ga.check.verdict.rows import Cause, ReportRow
 from hf_ga.errors import ConfigError, HfGaError, UnkeyedRandomness
-from hf_ga.loading.window import Window
 from hf_ga.parallel.processes import broadcast_from_main
 
 TIMES_OWN_ERROR = 2.0
@@ -56,18 +55,19 @@ class Reference:
     loss_limit: float
 
 
-def compute_reference(context: CheckContext, window: Window) -> Reference:
-    """Compute the full batch of a window in float64, and in the checked precision, whose error sets
-    the limits. Both are clipped to the check's `max_grad_norm`.
+def compute_reference(context: CheckContext, num_samples: int) -> Reference:
+    """Compute the full batch of the first samples in float64, and in the checked precision, whose
+    error sets the limits. Both are clipped to the check's `max_grad_norm`.
 
     Raises:
         ConfigError: If the model cannot run in float64, memory runs out, or the gradient in the
             checked precision has little to do with that in float64.
     """
-    whole = window.split([np.arange(window.num_samples)])
-    loss, gradients = plain_backward(context, whole, whole.micro_batches[0])
+    window = context.first_samples_window(num_samples)
+    (whole,) = window.split([np.arange(num_samples)]).micro_batches
+    loss, gradients = plain_backward(context, whole)
     try:
-        loss64, gradients64 = plain_backward(context, whole, whole.micro_batches[0], "float64")
+        loss64, gradients64 = plain_backward(context, whole, "float64")
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             "the reference needs one forward and backward of all samples in float64, but this "

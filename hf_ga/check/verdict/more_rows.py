@@ -3,16 +3,16 @@
 """
 
 import copy
+from collections import ChainMap
 
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 
 from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.check.steps import CheckContext, run_hf_ga_step
 from hf_ga.check.verdict.judging import compute_reference, judged
 from hf_ga.check.verdict.rows import OURS, Cause, ReportRow
 from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed, UnkeyedRandomness
-from hf_ga.loading.window import Window
-from hf_ga.pipeline.pipeline import Pipeline, prepare_pipeline
+from hf_ga.pipeline.pipeline import prepare_pipeline
 from hf_ga.recovery.checkpoint import state_sha256
 
 MULTIPLES = (1, 2, 4)  # per-device batch sizes, in chunks
@@ -42,40 +42,26 @@ def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
         pipeline = prepare_pipeline(context.accelerator, model, windows, num_stages=num_stages)
         (window,) = windows
         loss = pipeline.backward_window(window).loss
-        row.micro_batches = _gather_micro_batch_sizes(pipeline, window)
+        own_sizes = [len(micro_batch) for micro_batch in window.micro_batches]
+        # All stages of a replica compute the same micro-batches, so only first stages count them.
+        row.micro_batches = gather_object(own_sizes if pipeline.stage == 0 else [])
         row.accumulation_steps = len(row.micro_batches)
-        return loss, _gather_gradients(pipeline, context)
+        gradients = take_gradients(pipeline.model)
+        on_host = {name: gradient.cpu() for name, gradient in gradients.items()}
+        gathered = dict(ChainMap(*gather_object([on_host])))
+        return loss, send_to_device(gathered, context.accelerator.device)
 
-    reference = compute_reference(context, context.first_samples_window(num_samples))
+    reference = compute_reference(context, num_samples)
     # Raised on all processes: as ProcessFailed on those where nothing failed.
     refusals = (ConfigError, LossNotAdditive, UnkeyedRandomness, ProcessFailed)
     return judged(context, row, run, reference, refusals)
-
-
-def _gather_micro_batch_sizes(pipeline: Pipeline, window: Window) -> list[int]:
-    """Return the sizes of the micro-batches over all replicas. A collective."""
-    local_sizes = [len(micro_batch) for micro_batch in window.micro_batches]
-    # All stages of a replica compute the same micro-batches, so only first stages count them.
-    counted_here = local_sizes if pipeline.stage == 0 else []
-    return gather_object(counted_here)
-
-
-def _gather_gradients(pipeline: Pipeline, context: CheckContext) -> Gradients:
-    """Return the gradients of all stages by parameter name. A collective."""
-    own = {name: gradient.cpu() for name, gradient in take_gradients(pipeline.model).items()}
-    return {
-        name: gradient.to(context.accelerator.device)
-        for stage_gradients in gather_object([own])
-        for name, gradient in stage_gradients.items()
-    }
 
 
 def same_bits_row(context: CheckContext, chunk_size: int) -> ReportRow:
     """Return the row "bits": the window's gradient in chunks of `chunk_size` samples, with
     per-device batch sizes of 1, 2 and 4 chunks, has one hash and loss.
     """
-    hashes = {}  # batch size -> hash of the gradients
-    losses = []
+    results = {}  # batch size -> hash of the gradients, loss
     for batch_size in [chunk_size * multiple for multiple in MULTIPLES]:
         window = context.first_samples_window(
             len(context.samples),
@@ -83,18 +69,17 @@ def same_bits_row(context: CheckContext, chunk_size: int) -> ReportRow:
             canonical_micro_batch=chunk_size,
         )
         loss, gradients = run_hf_ga_step(context, window)
-        hashes[batch_size] = state_sha256(gradients)
-        losses.append(loss)
+        results[batch_size] = (state_sha256(gradients), loss)
     sizes = [len(micro_batch) for micro_batch in window.micro_batches]
-    row = ReportRow(OURS, "bits", sizes, len(sizes), loss=losses[0])
-    row.passed = len(set(hashes.values())) == len(set(losses)) == 1
-    row.error = 0.0 if row.passed else float("inf")
-    row.worst_share = row.error
-    if not row.passed:
-        text = (
-            "a kernel of the model gives other bits when it runs again: call "
-            "torch.use_deterministic_algorithms(True)"
-        )
-        seen = [f"per-device batch size {size}: {digest[:12]}" for size, digest in hashes.items()]
-        row.causes.append(Cause("not deterministic", text, ", ".join(seen)))
+    row = ReportRow(OURS, "bits", sizes, len(sizes), loss=loss)
+    row.passed = len(set(results.values())) == 1
+    if row.passed:
+        row.error = row.worst_share = 0.0
+        return row
+    text = (
+        "a kernel of the model gives other bits when it runs again: call "
+        "torch.use_deterministic_algorithms(True)"
+    )
+    seen = [f"per-device batch size {size}: {digest[:12]}" for size, (digest, _) in results.items()]
+    row.causes.append(Cause("not deterministic", text, ", ".join(seen)))
     return row

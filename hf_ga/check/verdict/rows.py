@@ -81,28 +81,19 @@ class ReportRow:
 
     def cells(self) -> dict[str, str]:
         """Return column header -> text, "-" where the arm has no value."""
-        cells = {
+        ran = self.refused is None
+        verdict = "passed" if self.passed else "FAILED"
+        return {
             "arm": self.arm,
             "layout": self.layout,
             "micro-batches": format_sizes(self.micro_batches) or "-",
-            "loss": "-",
-            "relative error": "-",
-            "limit": "-",
-            "norm ratio": "-",
-            "worst parameter": "-",
-            "verdict": "refused",
+            "loss": "-" if self.loss is None else f"{self.loss:.6f}",
+            "relative error": f"{self.error:.1e}" if ran else "-",
+            "limit": f"{self.limit:.1e}" if ran else "-",
+            "norm ratio": "-" if math.isnan(self.norm_ratio) else f"{self.norm_ratio:.4f}",
+            "worst parameter": f"{self.worst_share:.2g} x limit" if ran else "-",
+            "verdict": verdict if ran else "refused",
         }
-        if self.refused is not None:
-            return cells
-        if self.loss is not None:
-            cells["loss"] = f"{self.loss:.6f}"
-        if not math.isnan(self.norm_ratio):
-            cells["norm ratio"] = f"{self.norm_ratio:.4f}"
-        cells["relative error"] = f"{self.error:.1e}"
-        cells["limit"] = f"{self.limit:.1e}"
-        cells["worst parameter"] = f"{self.worst_share:.2g} x limit"
-        cells["verdict"] = "passed" if self.passed else "FAILED"
-        return cells
 
 
 def format_sizes(sizes: Sequence[int]) -> str:

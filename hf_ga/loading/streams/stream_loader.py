@@ -4,21 +4,31 @@ Every process reads the whole stream and collates its own samples only. So all p
 lengths of all samples of a window, and compute the same plan without communication.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
+from hf_ga.draws.generators import preserved_random_states
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.loading.base_loader import BaseLoader
 from hf_ga.loading.batches import sample_length
-from hf_ga.loading.fetch import Collate
-from hf_ga.loading.streams.stream_reader import HeldSamples, StreamFetcher, WindowReader
+from hf_ga.loading.fetch import Collate, Fetcher
+from hf_ga.loading.streams.stream_reader import (
+    HeldSamples,
+    WindowReader,
+    numbered_samples,
+)
 from hf_ga.loading.window import Window
 from hf_ga.loading.workers import load_items
 from hf_ga.order.plan import Planner
+
+NUM_FOR_TRIAL = 128  # samples from the beginning of the stream, for the trial of the loss
 
 
 class StreamLoader(BaseLoader):
@@ -34,9 +44,9 @@ class StreamLoader(BaseLoader):
 
     Every process reads the whole stream. Every pass begins with `iter(dataset)`, after
     `dataset.set_epoch(epoch)` if there is such a method. Memory holds the shuffle buffer, the
-    window being read, the window being trained on (and two more windows with a worker), and for the
-    trial the first 128 samples of the stream. To resume, the stream is read from its beginning, and
-    consumed samples are skipped. That is exact if the stream yields the same samples again.
+    window being read, and the window being trained on (and two more windows with a worker). To
+    resume, the stream is read from its beginning, and consumed samples are skipped. That is exact
+    if the stream yields the same samples again.
 
     The number of samples is unknown, so there is no `len()`.
 
@@ -107,7 +117,7 @@ class StreamLoader(BaseLoader):
             pad_to_window=pad_to_window,
             canonical_micro_batch=canonical_micro_batch,
         )
-        self.splitter = self._make_splitter(
+        self._plan_with(
             planner,
             by_length=length_of is not None,
             longest=None,
@@ -117,30 +127,24 @@ class StreamLoader(BaseLoader):
         self.collate_fn = collate_fn
         self.reader = WindowReader(
             dataset=dataset,
-            fetcher=StreamFetcher(collate_fn),
+            fetcher=Fetcher(None, collate_fn),
             splitter=self.splitter,
             shuffle_buffer_size=shuffle_buffer_size,
             length_of=length_of or sample_length,
             drop_last_window=drop_last_window,
+            state=self.state,
         )
 
-    def use_seed(self, seed: int) -> None:
-        """Use the shuffle seed of a saved position, also in the process that reads the stream.
-
-        Args:
-            seed: The seed of the run that saved the position.
-        """
-        super().use_seed(seed)  # makes another `splitter`, which holds the seed
-        self.reader = replace(self.reader, splitter=self.splitter)
-
     def trial_samples(self, count: int) -> list[Any]:
-        """Return up to `count` samples from the beginning of the stream, for the trial of the loss.
-
-        Reads the next window to get them. The window is not consumed.
+        """Return up to `count` of the first samples of the stream, for the trial of the loss:
+        evenly spaced after sorting by length, with the shortest and the longest.
         """
-        window = next(iter(self))
-        self.num_consumed -= 1  # it is still to be trained on
-        return window.fetcher.trial_samples(count)
+        with preserved_random_states():
+            stream = numbered_samples(self.reader.dataset, self.seed, self.epoch)
+            samples = [sample for _, sample in islice(stream, NUM_FOR_TRIAL)]
+        samples.sort(key=self.reader.length_of)
+        chosen = np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int)
+        return [copy.copy(samples[i]) for i in chosen]
 
     def __iter__(self) -> Iterator[Window]:
         """Yield the remaining windows of the current pass over the stream.
@@ -152,10 +156,9 @@ class StreamLoader(BaseLoader):
         """
         reader = replace(
             self.reader,
+            splitter=self.splitter,
             epoch=self.epoch,
             num_consumed=self.num_consumed,
-            pad_to_window=self.state.pad_to_window,
-            computed=self.state.computed,
         )
         for request, samples, batches in load_items(
             reader, self.num_workers, self.accelerator.device
@@ -164,7 +167,7 @@ class StreamLoader(BaseLoader):
             self.num_consumed += 1
             window = Window(
                 request=request,
-                fetcher=reader.fetcher.for_window(samples),
+                fetcher=reader.fetcher.holding(samples),
                 batches=batches,
                 state=self.state,
                 replan=self.splitter.replan,
@@ -172,10 +175,6 @@ class StreamLoader(BaseLoader):
             del request, samples, batches  # the caller alone keeps the window in memory
             yield window
             del window
-            # The first steps may have enabled padding or packing. Has no effect on a reader in a
-            # worker; the training step plans its windows again.
-            reader.pad_to_window = self.state.pad_to_window
-            reader.computed = self.state.computed
         self._check_same_stream(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
 

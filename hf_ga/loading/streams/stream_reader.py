@@ -6,7 +6,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,11 @@ from hf_ga.draws.generators import preserved_random_states, seed_generators
 from hf_ga.draws.hashing import Purpose, fold_in
 from hf_ga.errors import DataError
 from hf_ga.loading.base_loader import Splitter
-from hf_ga.loading.fetch import Collate, Fetcher, WindowRequest
+from hf_ga.loading.fetch import Fetcher, WindowRequest
 from hf_ga.loading.streams.shuffle_buffer import shuffled
-from hf_ga.order.length_plan import Computed
+from hf_ga.loading.window import LoaderState
 
 Numbered = tuple[int, Any]  # (0-based index in the stream, sample)
-NUM_FOR_TRIAL = 128  # samples from the beginning of the stream, kept for the trial of the loss
 
 
 class HeldSamples:
@@ -31,17 +30,12 @@ class HeldSamples:
 
     Args:
         numbered: The samples of the window with their ids.
-        first: The first samples of the stream, sorted by length, for the trial of the loss. Empty
-            except in the first window that is read.
         digest: 32-bit hash of the samples, to compare processes. 0 if there is a single process.
     """
 
-    def __init__(
-        self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0
-    ) -> None:
+    def __init__(self, numbered: Sequence[Numbered], digest: int = 0) -> None:
         """Index the samples of a window of a stream by their ids."""
         self.samples = dict(numbered)
-        self.first = first
         self.digest = digest
 
     def __len__(self) -> int:
@@ -66,47 +60,6 @@ class HeldSamples:
         self.__dict__.update(pickle.loads(state))
 
 
-class StreamFetcher(Fetcher):
-    """A `Fetcher` for a stream: collates samples of one window, which are held in memory.
-
-    Its `dataset` is the `HeldSamples` of a window, or None between windows.
-
-    Args:
-        collate_fn: A function from a list of samples to a dict of the model's arguments.
-
-    Attributes:
-        first: The first samples of the stream, sorted by length, for the trial of the loss.
-    """
-
-    def __init__(self, collate_fn: Collate) -> None:
-        """Start without samples; `dataset` is set for each window of the stream."""
-        super().__init__(None, collate_fn)
-        self.first: Sequence[Any] = ()
-
-    def for_window(self, samples: HeldSamples) -> "StreamFetcher":
-        """Return a fetcher for the samples of one window, to collate them again.
-
-        Also stores the samples for the trial of the loss in `first`, if they came with this window.
-
-        Args:
-            samples: The samples of a window, which the reader has already collated once.
-        """
-        self.first = samples.first or self.first
-        self.is_repeatable = True  # the reader, perhaps in a worker, has checked that
-        fetcher = copy.copy(self)
-        fetcher.dataset = samples
-        return fetcher
-
-    def trial_samples(self, count: int) -> list[Any]:
-        """Return `count` of the first samples of the stream, for the trial of the loss: evenly
-        spaced after sorting by length.
-
-        Returns fewer if the stream has fewer. The shortest and the longest of them are included.
-        """
-        chosen = np.linspace(0, len(self.first) - 1, min(count, len(self.first))).astype(int)
-        return [copy.copy(self.first[i]) for i in chosen]
-
-
 @dataclass(eq=False)
 class WindowReader(IterableDataset):
     """Reads one pass over a stream, and collates this process's micro-batches of each window.
@@ -115,27 +68,26 @@ class WindowReader(IterableDataset):
 
     Attributes:
         dataset: The user's stream.
-        fetcher: Collates the samples of a window.
+        fetcher: Collates the samples of a window. Its `dataset` is set for each of them.
         splitter: Splits windows over processes and micro-batches.
         shuffle_buffer_size: Number of samples in the shuffle buffer. 0: no shuffling.
         length_of: A function from a sample to its number of tokens.
         drop_last_window: Whether to drop a short last window.
+        state: The state that the loader shares with its windows. A reader in a worker has a copy of
+            when it began; the training step plans its windows again.
         epoch: The epoch of the pass (0-based).
         num_consumed: Number of windows to skip at the beginning.
-        pad_to_window: Whether all micro-batches are padded to the longest sample of their window.
-        computed: Which tokens plans by length count.
     """
 
     dataset: Any
-    fetcher: StreamFetcher
+    fetcher: Fetcher
     splitter: Splitter
     shuffle_buffer_size: int
     length_of: Callable[[Any], int]
     drop_last_window: bool
+    state: LoaderState
     epoch: int = 0
     num_consumed: int = 0
-    pad_to_window: bool = False
-    computed: Computed = Computed.PADDED
 
     def __iter__(self) -> Iterator[tuple[WindowRequest, HeldSamples, list[dict[str, Any]]]]:
         """Yield (plan, samples, collated micro-batches of this process) for each window."""
@@ -155,8 +107,8 @@ class WindowReader(IterableDataset):
                 index,
                 sample_ids=np.array(ids, np.int64),
                 lengths=np.array(lengths, np.int64),
-                pad_to_window=self.pad_to_window,
-                computed=self.computed,
+                pad_to_window=self.state.pad_to_window,
+                computed=self.state.computed,
             )
             self.fetcher.dataset = held
             batches = self.fetcher[request]
@@ -165,8 +117,7 @@ class WindowReader(IterableDataset):
             del held, request, batches  # free the window while the next one is read
 
     def _windows(self) -> Iterator[HeldSamples]:
-        """Read and shuffle the stream, and yield the samples of the windows that are not consumed;
-        the first one also has the first samples of the stream, for the trial of the loss.
+        """Read and shuffle the stream, and yield the samples of the windows that are not consumed.
 
         Seeds the global random generators; the caller restores their states.
         """
@@ -174,11 +125,7 @@ class WindowReader(IterableDataset):
         seed = self.splitter.seed
         is_distributed = self.splitter.layout.num_processes > 1
         stream = numbered_samples(self.dataset, seed, self.epoch)
-        beginning = list(islice(stream, NUM_FOR_TRIAL))
-        # By length, because the trial compares the shortest and the longest sample.
-        trial_samples = sorted((sample for _, sample in beginning), key=self.length_of)
-        samples = shuffled(chain(beginning, stream), self.shuffle_buffer_size, seed, self.epoch)
-        del beginning
+        samples = shuffled(stream, self.shuffle_buffer_size, seed, self.epoch)
         self._skip_consumed(samples)
         num_windows = self.num_consumed
         while True:
@@ -188,12 +135,10 @@ class WindowReader(IterableDataset):
                 break
             # Processes compare it: each reads the stream for itself and must see the same samples.
             digest = _digest(window) if is_distributed else 0
-            held = HeldSamples(window, trial_samples, digest)
-            # Otherwise they stay in memory until the next window is read.
-            del window, trial_samples
+            held = HeldSamples(window, digest)
+            del window  # otherwise it stays in memory until the next window is read
             yield held
             del held
-            trial_samples = []
             num_windows += 1
         if not num_windows:
             raise DataError(

@@ -218,14 +218,14 @@ def test_samples_are_kept_from_collators_that_take_entries_out():
 def test_a_proof_gets_short_and_long_samples_of_the_beginning():
     samples = [{"input_ids": list(range(3 + i % 50))} for i in range(300)]
     for num_workers in (0, 1):
-        window = next(iter(make_loader(Listed(samples), h.pad_right, num_workers=num_workers)))
-        probes = window.fetcher.trial_samples(64)
+        loader = make_loader(Listed(samples), h.pad_right, num_workers=num_workers)
+        probes = loader.trial_samples(64)
         lengths = [len(s["input_ids"]) for s in probes]
         assert len(probes) == 64
         assert min(lengths) == 3
         assert max(lengths) == 52
         assert len(set(lengths)) > 40
-        assert len(window.fetcher.trial_samples(5)) == 5
+        assert len(loader.trial_samples(5)) == 5
 
 
 def test_of_what_a_reader_hands_out_only_tensors_are_pinned(monkeypatch):
@@ -393,8 +393,7 @@ class Counted(dict):
 
 
 @pytest.mark.parametrize("buffer_size", [0, 20])
-def test_no_more_samples_are_held_than_stated(buffer_size, monkeypatch):
-    monkeypatch.setattr("hf_ga.loading.streams.stream_reader.NUM_FOR_TRIAL", 4)
+def test_no_more_samples_are_held_than_stated(buffer_size):
     held = []
 
     class Watched(Numbers):
@@ -405,13 +404,13 @@ def test_no_more_samples_are_held_than_stated(buffer_size, monkeypatch):
 
     for window in make_loader(Watched(120), shuffle_buffer_size=buffer_size):
         assert window.num_samples == 8
-    # The buffer, the window that is read, the one that the loop still has, those for a trial.
-    assert buffer_size + 8 < max(held) <= buffer_size + 8 + 8 + 4 < 120
+    # The buffer, the window that is read, the one that the loop still has.
+    assert buffer_size + 8 < max(held) <= buffer_size + 8 + 8 < 120
     held.clear()
     del window
     for window in make_loader(Watched(120), shuffle_buffer_size=buffer_size):
         del window
-    assert max(held) <= buffer_size + 8 + 4
+    assert max(held) <= buffer_size + 8
 
 
 # -- epochs, datasets of the library `datasets`

@@ -15,7 +15,7 @@ from runs import train
 import hf_ga
 from hf_ga.errors import ConfigError
 from hf_ga.finetuning.run.train_windows import padding_ratio, planned_lengths
-from hf_ga.order.length_plan import plan_by_length
+from hf_ga.order.length_plan import CPU_OVERHEAD, ByLength
 
 
 def loader(of, **options):
@@ -102,7 +102,7 @@ def test_under_fsdp_processes_wait_in_every_forward(sharded):
         [{}] * 100, dict, accelerator=accelerator, lengths=LENGTHS, global_batch_size=50
     )
     found = windows.splitter.plan(LENGTHS[:50], False)
-    expected = plan_by_length(LENGTHS[:50], 3, 8 * max(LENGTHS), lockstep=sharded)
+    expected = ByLength(8, 8 * max(LENGTHS), CPU_OVERHEAD, sharded)(LENGTHS[:50], 3)
     assert [[m.tolist() for m in share] for share in found] == [
         [m.tolist() for m in share] for share in expected
     ]
