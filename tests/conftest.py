@@ -22,6 +22,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # of the processes that tests start: threads of several would wait for each other
+# Where tests compute on all threads, beside other processes: threads that wait give their core up.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
 import pytest
