@@ -58,10 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (place[item.path], item.path))  # stable within a file
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
     """Leave what was imported out of garbage collections, of which Trainer does one before each
     training: looking at all the libraries takes a third of a second.
     """
+    gc.collect()
     gc.freeze()
 
 
