@@ -15,7 +15,8 @@ SEED = 0
 READING_DOORS = ["own loop", "ExactTrainer", "Accelerator"]
 CASES = [(name, door) for name, kind in KINDS.items() for door in traps.doors_of(kind)]
 CASES_OF_ONE_WINDOW = [(name, door) for name, door in CASES if KINDS[name].num_windows == 1]
-OTHER_RATES = [rate for rate in traps.RATES if rate != RATE]
+LOWEST = 0.01  # of which one window has hardly an odd row
+OTHER_RATES = [rate for rate in traps.RATES if rate not in (RATE, LOWEST)]
 ADVERSARY = f"weights from window {FIRST_ODD_WINDOW}"
 TOKEN_ADVERSARY = f"token weights from window {FIRST_ODD_WINDOW}"
 LATE = [(name, door) for name in (ADVERSARY, TOKEN_ADVERSARY) for door in READING_DOORS]
@@ -73,5 +74,5 @@ def test_nothing_is_silently_wrong_at_other_rates(name, door):
 @pytest.mark.slow("a data set of five windows for each kind and door")
 @pytest.mark.parametrize(("name", "door"), CASES_OF_ONE_WINDOW)
 def test_rows_that_the_trial_never_had_are_not_silently_wrong(name, door):
-    data_sets = traps.data_sets(KINDS[name], rates=[0.01], num_seeds=1)
+    data_sets = traps.data_sets(KINDS[name], rates=[LOWEST], num_seeds=1)
     assert faults(name, door, data_sets, num_windows=5) == ""
