@@ -20,6 +20,8 @@ OTHER_RATES = [rate for rate in traps.RATES if rate not in (RATE, LOWEST)]
 ADVERSARY = f"weights from window {FIRST_ODD_WINDOW}"
 TOKEN_ADVERSARY = f"token weights from window {FIRST_ODD_WINDOW}"
 LATE = [(name, door) for name in (ADVERSARY, TOKEN_ADVERSARY) for door in READING_DOORS]
+# Masks under dropout go through all doors at the other rates: what packs them knows no door.
+WITH_DROPOUT = [(name, door) for name, door in CASES if "dropout" in name and door != "own loop"]
 
 
 def faults(name, door, data_sets, num_windows=None):
@@ -33,7 +35,9 @@ def faults(name, door, data_sets, num_windows=None):
     return "\n".join(found)
 
 
-@pytest.mark.parametrize(("name", "door"), [case for case in CASES if case not in LATE])
+@pytest.mark.parametrize(
+    ("name", "door"), [case for case in CASES if case not in LATE + WITH_DROPOUT]
+)
 def test_nothing_is_silently_wrong(name, door):
     assert faults(name, door, [(RATE, SEED)]) == ""
 
