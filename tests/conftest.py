@@ -22,6 +22,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # of the processes that tests start: threads of several would wait for each other
+# Where tests compute on all threads, beside other processes: threads that wait give their core up.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
 import pytest
@@ -56,10 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (place[item.path], item.path))  # stable within a file
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
     """Leave what was imported out of garbage collections, of which Trainer does one before each
     training: looking at all the libraries takes a third of a second.
     """
+    gc.collect()
     gc.freeze()
 
 

@@ -3,6 +3,7 @@ its ledger sees a sample that is left out, counted twice, or lost with a process
 """
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -95,34 +96,55 @@ def test_the_lost_time_is_printed(tmp_path, capsys):
     assert second.endswith("2 -> 3 agents")  # the run ended before it noticed
 
 
-def kill_test(folder, kills, *flags):
-    """Run the script; what it printed."""
-    words = ["--elastic", "--kills", str(kills), "--output_dir", str(folder / "runs"), *flags]
-    command = [sys.executable, str(SCRIPT), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+# Door -> number of events and more flags. "stock" is the control: Accelerate's own loop.
+RUNS = {
+    "command": (3, ["--same_bits", "4", "--seed", "1"]),
+    "accelerate": (2, ["--seed", "2"]),
+    "trainer": (2, ["--seed", "3"]),
+    "stock": (3, ["--seed", "2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """The script for each door, and the files of what it prints. All of them run at once: most of
+    the time they wait, for agents that are gone.
+    """
+    runs = {}
+    for door, (kills, flags) in RUNS.items():
+        folder = tmp_path_factory.mktemp(door)
+        words = ["--elastic", "--door", door, "--kills", str(kills), *flags]
+        command = [sys.executable, str(SCRIPT), *words, "--output_dir", str(folder / "runs")]
+        printed = folder / "printed"
+        with printed.open("w") as file:
+            runs[door] = subprocess.Popen(command, stdout=file, stderr=file), printed
+    yield runs
+    for process, _ in runs.values():
+        process.send_signal(signal.SIGINT)  # so that it ends its agents
+        process.wait(60)
+
+
+def finished(started, door):
+    """Exit code and what was printed."""
+    process, printed = started[door]
+    code = process.wait(1200)
+    print(printed.read_text())
+    return code, printed.read_text()
 
 
 @pytest.mark.slow("starts torch's agents, and kills them")
-@pytest.mark.parametrize(
-    ("door", "kills", "flags"),
-    [
-        ("command", 3, ["--same_bits", "4", "--seed", "1"]),
-        ("accelerate", 2, ["--seed", "2"]),
-        ("trainer", 2, ["--seed", "3"]),
-    ],
-)
-def test_machines_come_and_go(tmp_path, door, kills, flags):
-    done = kill_test(tmp_path, kills, "--door", door, *flags)
-    print(done.stdout)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert "each sample counted exactly once in each epoch" in done.stdout
-    assert done.stdout.count("agents\n") + done.stdout.count("computed again") >= kills
+@pytest.mark.parametrize("door", ["command", "accelerate", "trainer"])
+def test_machines_come_and_go(started, door):
+    code, printed = finished(started, door)
+    assert code == 0, printed[-4000:]
+    assert "each sample counted exactly once in each epoch" in printed
+    kills, _ = RUNS[door]
+    assert printed.count("agents\n") + printed.count("computed again") >= kills
 
 
 @pytest.mark.slow("starts torch's agents, and kills them")
-def test_the_control_ends_elsewhere(tmp_path):
-    """Accelerate's own loop, under the events of hf_ga's."""
-    done = kill_test(tmp_path, 3, "--door", "stock", "--seed", "2")
-    print(done.stdout)
-    assert done.returncode == 1
-    assert "WRONG: losses differ by" in done.stdout
+def test_the_control_ends_elsewhere(started):
+    """Under the events of hf_ga's loop."""
+    code, printed = finished(started, "stock")
+    assert code == 1
+    assert "WRONG: losses differ by" in printed

@@ -368,7 +368,8 @@ def test_the_check_convicts_the_step_and_acquits_ours(capsys):
 
 
 SHORTER = {
-    "finetune": "--max_steps 2 --max_length 16 --per_device_eval_batch_size 256",
+    "finetune": "--max_steps 2 --max_length 16 --max_eval_samples 100 "
+    "--per_device_eval_batch_size 100",
     "check": "--quick --compare none --max_length 16",
 }
 

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from datasets import Dataset
-from trainers import LAYOUTS, arguments, make_trainer, mixed, weight_error, word_tokenizer
+from trainers import arguments, make_trainer, mixed, weight_error, word_tokenizer
 from trl import KTOConfig, KTOTrainer, SFTTrainer
 
 from hf_ga import ConfigError, ExactTrainerMixin, LossNotAdditive
 
-WINDOW = 16
-NUM_SAMPLES = 40  # two full windows and a short one
+WINDOW = 8
+NUM_SAMPLES = 20  # two full windows and a short one
+LAYOUTS = [(8, 1), (2, 4), (1, 8)]  # per-device batch, accumulation steps: one window
 CLOSE = 1e-5
 IN_ORDER = {"train_sampling_strategy": "sequential", "num_train_epochs": 1}
 TEACHER = h.bert_classifier(0.0).eval()
@@ -153,15 +154,16 @@ def test_the_gradient_is_that_of_the_full_batch(case, name):
     """One forward and backward of the same `compute_loss` in float64, without dropout."""
     base, more = FORMS[name]
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES), dropout=0.0)
-    trainer = given.make(base, (16, 1), **IN_ORDER, **more)
+    trainer = given.make(base, (8, 1), **IN_ORDER, **more)
     model = copy.deepcopy(given.model).double()
     batch = h.pad_right(given.samples[:WINDOW])
     loss = trainer.compute_loss(model, batch)
     loss.backward()
-    run = given.run(mixed(base), (4, 4), **IN_ORDER, **more)
+    first = {**IN_ORDER, "max_steps": 1}
+    run = given.run(mixed(base), (2, 4), **first, **more)
     assert h.relative_error(run.gradients[0], h.gradients(model)) < CLOSE
     assert run.losses[0] == pytest.approx(float(loss.detach()), rel=CLOSE)
-    plain = given.run(base, (4, 4), **IN_ORDER, **more)
+    plain = given.run(base, (2, 4), **first, **more)
     is_right = h.relative_error(plain.gradients[0], h.gradients(model)) < 0.05
     assert is_right is (name in RIGHT_IN_TRAINER), "control"
 
@@ -194,7 +196,7 @@ def test_losses_that_compare_samples_are_refused(case, base, message):
     """The error names the term; a single micro-batch is the full batch, and trains."""
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     with pytest.raises(LossNotAdditive, match=message):
-        given.run(mixed(base), (4, 4), **IN_ORDER)
+        given.run(mixed(base), (2, 4), **IN_ORDER)
 
 
 def test_noise_in_embeddings_of_trainers_own(case):
@@ -205,7 +207,7 @@ def test_noise_in_embeddings_of_trainers_own(case):
     for run in split:
         assert h.relative_error(run.gradients[0], full.gradients[0]) < CLOSE
         assert weight_error(run, full) < CLOSE
-    without = given.run(layout=(16, 1), **IN_ORDER)
+    without = given.run(layout=(8, 1), **IN_ORDER)
     assert h.relative_error(without.gradients[0], full.gradients[0]) > 0.05, "control"
     plain_full, plain = (given.run(tf.Trainer, layout, **noise) for layout in LAYOUTS[:2])
     assert h.relative_error(plain.gradients[0], plain_full.gradients[0]) > 0.05
@@ -226,7 +228,7 @@ def test_kto_is_refused_by_name(tmp_path):
     trainer = make_trainer(
         mixed(KTOTrainer),
         h.gpt2(0.0),
-        arguments(tmp_path, (4, 4), KTOConfig, bf16=False),
+        arguments(tmp_path, (2, 4), KTOConfig, bf16=False),
         Dataset.from_list(rows),
         ref_model=h.gpt2(0.0).eval(),
         processing_class=word_tokenizer(),
@@ -237,5 +239,5 @@ def test_kto_is_refused_by_name(tmp_path):
 
 def test_the_layout_is_logged_without_a_progress_bar(case, caplog):
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
-    given.run(layout=(4, 4), disable_tqdm=True, max_steps=1)
-    assert "window of 16 samples = 1 process x 4 micro-batches x 4" in caplog.text
+    given.run(layout=(2, 4), disable_tqdm=True, max_steps=1)
+    assert "window of 8 samples = 1 process x 4 micro-batches x 2" in caplog.text

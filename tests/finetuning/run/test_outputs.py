@@ -163,13 +163,15 @@ def test_the_line_of_a_changed_world(tmp_path):
     assert describe_world_change(path, 2, 1) is None
 
 
-def train_classes(tmp_path, capsys, **settings) -> str:
+def train_classes(place, tmp_path, capsys, **settings) -> str:
     """What a run of 8 steps on 8 rows of "no" and 4 of "yes" prints."""
     rows = [{"text": f"text {i}", "label": "yes" if i % 3 == 0 else "no"} for i in range(12)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = FinetuneConfig(
         task="text-classification",
+        model_name_or_path=str(place / "bert"),
+        max_length=16,
         dataset_name=str(file),
         validation_file=str(file),
         output_dir=str(tmp_path / "out"),
@@ -181,17 +183,17 @@ def train_classes(tmp_path, capsys, **settings) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_prints_the_rows_of_each_class_and_a_warmup_that_is_too_long(tmp_path, capsys):
-    printed = train_classes(tmp_path, capsys, warmup_steps=8)
+def test_a_run_prints_the_rows_of_each_class_and_a_warmup_that_is_too_long(place, tmp_path, capsys):
+    printed = train_classes(place, tmp_path, capsys, warmup_steps=8)
     assert "classes    no 8, yes 4\n" in printed
     assert "warning    8 warmup steps, but only 8 optimizer steps" in printed
 
 
-def test_no_warning_of_a_warmup_that_ends(tmp_path, capsys):
-    printed = train_classes(tmp_path, capsys, warmup_steps=7)
+def test_no_warning_of_a_warmup_that_ends(place, tmp_path, capsys):
+    printed = train_classes(place, tmp_path, capsys, warmup_steps=7)
     assert "warmup steps, but only" not in printed
 
 
-def test_no_warning_of_a_constant_learning_rate(tmp_path, capsys):
-    printed = train_classes(tmp_path, capsys, warmup_steps=8, lr_scheduler_type="constant")
+def test_no_warning_of_a_constant_learning_rate(place, tmp_path, capsys):
+    printed = train_classes(place, tmp_path, capsys, warmup_steps=8, lr_scheduler_type="constant")
     assert "warmup steps, but only" not in printed
