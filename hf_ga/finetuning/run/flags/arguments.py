@@ -214,64 +214,68 @@ _ALLOWED_VALUES = {
 }
 
 
+# Flags of which no option of FinetuneConfig has the meaning and the values.
+WITHOUT_OPTION = (*CONVERTED, *REQUIRED, *IGNORED, *REFUSED)
+
+
 def example_script_flags() -> list[str]:
     """List the flags of TrainingArguments and of transformers' example scripts that the command
-    `hf-ga` renames, converts, checks, ignores or refuses.
-
-    Flags that `FinetuneConfig` has under the same name are not in the list, except `report_to`,
-    whose value is converted.
+    `hf-ga` renames, converts, checks, ignores or refuses. Flags that `FinetuneConfig` has under the
+    same name are not in the list.
     """
-    return [*RENAMED, *CONVERTED, *REQUIRED, *IGNORED, *REFUSED, "report_to"]
+    return [*RENAMED, *WITHOUT_OPTION]
 
 
-def convert_script_flags(script_flags: Mapping[str, Any]) -> dict[str, Any]:
+def convert_script_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert flags of transformers' example scripts to options of `FinetuneConfig`.
 
     If `task` names an example script, or `do_train` is set, the script's defaults are included.
 
     Args:
-        script_flags: Name -> value of `task` and of flags in `example_script_flags`. A value is the
-            string of the command line, "true" for a switch without a value, or a list of strings
-            for a flag that takes several.
+        given: Name -> value of all flags that the user set: options of `FinetuneConfig`, and flags
+            in `example_script_flags`. The value of a flag in `WITHOUT_OPTION` is a string, "true"
+            for a switch without a value; that of a flag in RENAMED is the value of the option.
 
     Returns:
-        Name of the option -> value. The parser of the command line converts strings afterwards.
+        Name of the option -> value.
 
     Raises:
         ConfigError: If a flag of REFUSED has a value that would change the run, or a value cannot
             be converted.
 
-    >>> convert_script_flags({"warmup_ratio": "0.1", "logging_steps": "10"})
-    {'warmup_steps': '0.1'}
+    >>> convert_script_flags({"warmup_ratio": 0.1, "logging_steps": "10"})
+    {'warmup_steps': 0.1}
     """
-    for name, value in script_flags.items():
+    for name, value in given.items():
         if name in REFUSED and value.lower() not in _ALLOWED_VALUES.get(name, _OFF):
             raise ConfigError(f"{name} {value} is not supported: {REFUSED[name]}.")
     # The flag --task names an example script, such as run_glue, or a task of FinetuneConfig.
-    task = TASK_OF_SCRIPT.get(_script_name(script_flags), script_flags.get("task", "causal-lm"))
-    options: dict[str, Any] = {}
-    # Flags of the user override the script's defaults, so they come after them.
-    if "task" in script_flags:
+    task = TASK_OF_SCRIPT.get(_script_name(given), given.get("task", "causal-lm"))
+    # Flags of the user override the script's defaults, and options the flags with other names.
+    options = _script_defaults(given, task) if _uses_script_defaults(given) else {}
+    options |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
+    options |= _training_options(given)
+    options |= _data_options(given, task)
+    options |= {name: given[name] for name in given.keys() - {*example_script_flags()}}
+    if "task" in given:
         options["task"] = task
-    if _uses_script_defaults(script_flags):
-        options.update(_script_defaults(script_flags, task))
-    for name, value in script_flags.items():
-        if name in RENAMED:
-            options[RENAMED[name]] = value
-    options.update(_training_options(script_flags))
-    options.update(_data_options(script_flags, task))
+    # Values that the scripts spell differently.
+    if options.get("optim") in ("adamw_torch", "adamw_torch_fused"):
+        options["optim"] = "adamw"
+    if options.get("max_steps") == -1:
+        options["max_steps"] = None
+    if _is_on(given, "do_predict") and "test_file" in options and "predict_file" not in options:
+        options["predict_file"] = options.pop("test_file")
     return options
 
 
-def adjust_to_script_flags(config: FinetuneConfig, script_flags: Mapping[str, str]) -> list[str]:
-    """Change options of `config` in place where transformers' example scripts use other values or
-    defaults, and check the flags of the scripts that must agree with other options.
-
-    Call it after `convert_script_flags`, when all options of the run are known.
+def adjust_to_script_flags(config: FinetuneConfig, given: Mapping[str, Any]) -> list[str]:
+    """Check the flags of transformers' example scripts that must agree with other options of the
+    run, and limit lengths, in place, to the model's positions where the scripts do so.
 
     Args:
-        config: The configuration of the run.
-        script_flags: See `convert_script_flags`.
+        config: The configuration of the run, made of what `convert_script_flags` returned.
+        given: See `convert_script_flags`.
 
     Returns:
         Notes to print: which defaults are in use, and which flags have no effect.
@@ -279,45 +283,24 @@ def adjust_to_script_flags(config: FinetuneConfig, script_flags: Mapping[str, st
     Raises:
         ConfigError: If a flag does not agree with another option.
     """
-    _replace_script_values(config, script_flags)
-    _check_agreement(config, script_flags)
+    _check_agreement(config, given)
     flags_of_reason: dict[str, list[str]] = defaultdict(list)
-    for name, value in script_flags.items():
-        if name in IGNORED and value.lower() not in _OFF:
+    for name in given:
+        if name in IGNORED and _is_on(given, name):
             flags_of_reason[IGNORED[name]].append(name)
     ignored = [f"{', '.join(names)}: {reason}" for reason, names in flags_of_reason.items()]
-    if not _uses_script_defaults(script_flags):
+    if not _uses_script_defaults(given):
         return ignored
     notes = ["unset flags have the defaults of the example script (docs/cli.md)", *ignored]
-    if config.gradient_accumulation_steps is None and config.global_batch_size is None:
-        config.gradient_accumulation_steps = TRAINING_DEFAULTS["gradient_accumulation_steps"]
-    if config.task == "multiple-choice" and config.dataset_name == "stdlib":
-        # No dataset is named: run_swag trains on this one.
-        config.dataset_name = "allenai/swag"
-        config.dataset_config_name = "regular"
-    if "train_file" in script_flags and config.validation_file is None:
+    if "train_file" in given and config.validation_file is None:
         notes.append(
             f"validation_file: not given, so {config.validation_split_percentage:g} % of the rows "
             "are for validation only"
         )
-    notes += _limit_lengths_to_positions(config)
-    return notes
+    return [*notes, *_limit_lengths_to_positions(config)]
 
 
-def _replace_script_values(config: FinetuneConfig, script_flags: Mapping[str, str]) -> None:
-    """Replace, in place, values that transformers' example scripts spell differently: names of
-    AdamW, and -1 for no `max_steps`. With `do_predict`, `test_file` becomes `predict_file`.
-    """
-    if config.optim in ("adamw_torch", "adamw_torch_fused"):
-        config.optim = "adamw"
-    if config.max_steps == -1:
-        config.max_steps = None
-    if _is_on(script_flags, "do_predict") and config.test_file and not config.predict_file:
-        config.predict_file = config.test_file
-        config.test_file = None
-
-
-def _check_agreement(config: FinetuneConfig, script_flags: Mapping[str, str]) -> None:
+def _check_agreement(config: FinetuneConfig, given: Mapping[str, Any]) -> None:
     """Raise ConfigError if a flag of transformers' example scripts must equal an option of the run,
     and does not: `data_seed` must equal `seed`, for example.
     """
@@ -330,7 +313,7 @@ def _check_agreement(config: FinetuneConfig, script_flags: Mapping[str, str]) ->
     if config.push_to_hub:
         required_values["hub_strategy"] = "end"
     for name, required in required_values.items():
-        value = script_flags.get(name, "none")
+        value = given.get(name, "none")
         if value.lower() not in ("none", str(required).lower()):
             raise ConfigError(f"{name} {value} is not supported: it {REQUIRED[name]}.")
 
@@ -356,44 +339,44 @@ def _limit_lengths_to_positions(config: FinetuneConfig) -> list[str]:
     return notes
 
 
-def _is_on(script_flags: Mapping[str, str], name: str) -> bool:
+def _is_on(given: Mapping[str, Any], name: str) -> bool:
     """Whether a switch of transformers' example scripts, such as `do_train`, is among the flags and
     not turned off.
     """
-    return script_flags.get(name, "false").lower() not in _OFF
+    return given.get(name, "false").lower() not in _OFF
 
 
-def _script_name(script_flags: Mapping[str, str]) -> str:
+def _script_name(given: Mapping[str, Any]) -> str:
     """Return the value of `task` without the suffix `_no_trainer`: the name of an example script,
     such as `run_glue`, that of a task, or "" if it is not given.
     """
-    return script_flags.get("task", "").removesuffix("_no_trainer")
+    return str(given.get("task", "")).removesuffix("_no_trainer")
 
 
-def _uses_script_defaults(script_flags: Mapping[str, str]) -> bool:
+def _uses_script_defaults(given: Mapping[str, Any]) -> bool:
     """Whether options that are not given have the defaults of transformers' example scripts instead
     of those of `FinetuneConfig`: if `task` names a script, or `do_train` is set.
     """
-    return _is_on(script_flags, "do_train") or _script_name(script_flags) in TASK_OF_SCRIPT
+    return _is_on(given, "do_train") or _script_name(given) in TASK_OF_SCRIPT
 
 
-def _script_defaults(script_flags: Mapping[str, str], task: str) -> dict[str, Any]:
+def _script_defaults(given: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Return the defaults with which the example script of a task trains, as options of
     `FinetuneConfig`.
     """
-    is_no_trainer = script_flags.get("task", "").endswith("_no_trainer")
+    is_no_trainer = str(given.get("task")).endswith("_no_trainer")
     default_length = MAX_LENGTHS.get(task, OTHER_MAX_LENGTH)
     if is_no_trainer and task in SHORT_IN_NO_TRAINER:
         default_length = NO_TRAINER_MAX_LENGTH
     # Language models train on blocks of concatenated texts.
     splits_into_blocks = task == "causal-lm" or (
-        task == "masked-lm" and not _is_on(script_flags, "line_by_line")
+        task == "masked-lm" and not _is_on(given, "line_by_line")
     )
     length_option = "block_size" if splits_into_blocks else "max_length"
     defaults = dict(TRAINING_DEFAULTS)
-    # Set by `adjust_to_script_flags`, because it depends on global_batch_size.
-    defaults["gradient_accumulation_steps"] = None
-    defaults[length_option] = script_flags.get("max_seq_length", default_length)
+    if "global_batch_size" in given:
+        del defaults["gradient_accumulation_steps"]
+    defaults[length_option] = given.get("max_seq_length", default_length)
     if is_no_trainer:
         # These scripts do not clip the gradient.
         defaults["max_grad_norm"] = 0.0
@@ -401,15 +384,18 @@ def _script_defaults(script_flags: Mapping[str, str], task: str) -> dict[str, An
         defaults["max_target_length"] = MAX_TARGET_LENGTH
     if task == "question-answering":
         defaults["doc_stride"] = DOC_STRIDE
+    if task == "multiple-choice" and not given.keys() & {"train_file", "dataset_name"}:
+        defaults["dataset_name"] = "allenai/swag"
+        defaults["dataset_config_name"] = "regular"
     return defaults
 
 
-def _training_options(script_flags: Mapping[str, str]) -> dict[str, Any]:
+def _training_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the example scripts' flags of precision, evaluation, saving and trackers to options
     of `FinetuneConfig`.
     """
     options: dict[str, Any] = {}
-    precisions = [name for name in ("bf16", "fp16") if _is_on(script_flags, name)]
+    precisions = [name for name in ("bf16", "fp16") if _is_on(given, name)]
     if len(precisions) == 2:
         raise ConfigError("bf16 and fp16 exclude each other: use one of them.")
     if precisions:
@@ -420,27 +406,29 @@ def _training_options(script_flags: Mapping[str, str]) -> dict[str, Any]:
         "save_strategy": "save_steps",
     }
     for flag, interval_option in interval_options.items():
-        strategy = script_flags.get(flag, "no")
+        strategy = given.get(flag, "no")
         check_one_of(flag, strategy, ("no", "steps", "epoch", "best"))
         if strategy == "steps":
             options[interval_option] = STEPS_OF_STRATEGY
-    if script_flags.get("checkpointing_steps", "epoch") != "epoch":
-        options["save_steps"] = script_flags["checkpointing_steps"]
-    if "report_to" in script_flags or _is_on(script_flags, "with_tracking"):
-        options["report_to"] = script_flags.get("report_to", "all")
-    trains = _is_on(script_flags, "do_train")
-    evaluates = _is_on(script_flags, "do_eval") or _is_on(script_flags, "do_predict")
+    save_steps = given.get("checkpointing_steps", "epoch")
+    if save_steps != "epoch":
+        # Checked with the types of all options.
+        options["save_steps"] = int(save_steps) if save_steps.isdecimal() else save_steps
+    if _is_on(given, "with_tracking"):
+        options["report_to"] = "all"
+    trains = _is_on(given, "do_train")
+    evaluates = _is_on(given, "do_eval") or _is_on(given, "do_predict")
     if evaluates and not trains:
         options["eval_only"] = True
     return options
 
 
-def _data_options(script_flags: Mapping[str, str], task: str) -> dict[str, Any]:
+def _data_options(given: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Convert `task_name`, `source_lang` and `target_lang`, with which the example scripts choose a
     dataset or its columns, to options of `FinetuneConfig`.
     """
     options: dict[str, Any] = {}
-    task_name = script_flags.get("task_name")
+    task_name = given.get("task_name")
     if task == "token-classification":
         # `ner_tags` is found without being named.
         if task_name and task_name != "ner":
@@ -450,9 +438,9 @@ def _data_options(script_flags: Mapping[str, str], task: str) -> dict[str, Any]:
         options["dataset_name"] = "nyu-mll/glue"
         options["dataset_config_name"] = task_name
     for flag, option in {"source_lang": "text_column", "target_lang": "target_column"}.items():
-        if flag not in script_flags:
+        if flag not in given:
             continue
-        language = script_flags[flag]
+        language = given[flag]
         if "_" in language:
             raise ConfigError(
                 f"{flag} {language} is a language code of a tokenizer: save the tokenizer with "
