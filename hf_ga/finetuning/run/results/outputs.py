@@ -17,6 +17,7 @@ from hf_ga.finetuning.run.model.reload import (
     Expected,
     check_saved,
     expected_outputs,
+    in_saved_dtype,
 )
 from hf_ga.finetuning.run.results.report import plot_curves, read_metrics
 from hf_ga.finetuning.run.run import Run, Setup
@@ -224,11 +225,7 @@ def _save_in_original_dtype(
     """Save the model of a run, which is trained in float32, with its parameters in the dtype of the
     pretrained checkpoint.
     """
-    buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
-    saved = {
-        name: tensor if name in buffers or not tensor.is_floating_point() else tensor.to(dtype)
-        for name, tensor in weights.items()
-    }
+    saved = in_saved_dtype(model, weights, dtype)
     # The names of a tied weight share one tensor, so that it is saved once.
     for name, source in model.all_tied_weights_keys.items():
         has_both = name in saved and source in saved
