@@ -227,8 +227,7 @@ def build_run(setup: Setup) -> Run:
     if config.max_steps is None:
         max_windows = math.ceil(config.num_train_epochs * len(windows))
     max_steps = config.max_steps or max_windows
-    optimizer, scheduler = _optimizer(config, model, max_steps)
-    _print_long_warmup(setup, max_steps)
+    optimizer, scheduler = _optimizer(setup, model, max_steps)
     # Before the weights are sharded, which the main process alone may hold.
     identity_on_main = accelerator.on_main_process(_identity)
     identity = identity_on_main(setup, model, windows.layout.window_size)
@@ -265,9 +264,12 @@ def _print_size(setup: Setup, model: Any) -> None:
 
 
 def _optimizer(
-    config: FinetuneConfig, model: nn.Module, max_steps: int
+    setup: Setup, model: nn.Module, max_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Build the optimizer and the learning rate schedule of a fine-tuning run from its flags."""
+    """Build the optimizer and the learning rate schedule of a fine-tuning run from its flags. Print
+    a warning if the run ends before its warmup does.
+    """
+    config = setup.config
     learning_rate = config.learning_rate
     if learning_rate is None and config.has_adapters:
         learning_rate = 2e-4
@@ -280,35 +282,17 @@ def _optimizer(
     optimizer = build_optimizer(
         model, config.optim, learning_rate, config.weight_decay, **adam_settings
     )
-    warmup_steps = warmup_steps_of(config, max_steps)
-    return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
-
-
-def warmup_steps_of(config: FinetuneConfig, max_steps: int) -> int:
-    """Return a run's number of optimizer steps of linear warmup. If the flag `warmup_steps` is
-    below 1, it is a fraction of all steps.
-
-    >>> warmup_steps_of(FinetuneConfig(warmup_steps=0.1), max_steps=75)
-    8
-    """
+    warmup_steps = int(config.warmup_steps)
     if config.warmup_steps < 1:
-        return math.ceil(config.warmup_steps * max_steps)
-    return int(config.warmup_steps)
-
-
-def _print_long_warmup(setup: Setup, max_steps: int) -> None:
-    """Print a warning if the run ends before its warmup does, so that the learning rate never
-    reaches the flag `learning_rate`.
-    """
-    warmup_steps = warmup_steps_of(setup.config, max_steps)
-    has_warmup = setup.config.lr_scheduler_type != "constant"
-    if has_warmup and warmup_steps >= max_steps:
+        warmup_steps = math.ceil(config.warmup_steps * max_steps)
+    if config.lr_scheduler_type != "constant" and warmup_steps >= max_steps:
         print_fact(
             setup.accelerator,
             "warning",
             f"{warmup_steps} warmup steps, but only {max_steps} optimizer steps: the learning rate",
             "never reaches its peak. Lower --warmup_steps (0.1: a tenth of all), or train longer.",
         )
+    return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
 
 
 def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any]:

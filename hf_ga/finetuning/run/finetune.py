@@ -3,7 +3,6 @@
 All processes run it together; the main process writes and prints.
 """
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from datasets.fingerprint import Hasher
 from torch import nn
 from transformers import EvalPrediction
 
@@ -122,11 +122,10 @@ def finetune(
     config.check(has_own_metrics=compute_metrics is not None)
     accelerator = make_accelerator(config)
     if config.eval_only:  # only adds files to the folder
-        setup = _prepare_and_print(config, accelerator, functions)
-        return _evaluate_only(setup)
+        return _evaluate_only(_prepare_and_print(config, accelerator, functions))
     with only_run_in(Path(config.output_dir), accelerator):
         config.check_output_dir()  # again under the lock: another run may have used it since
-        return _train(config, accelerator, functions)
+        return _train(_prepare_and_print(config, accelerator, functions))
 
 
 def _prepare_and_print(
@@ -155,16 +154,13 @@ def _prepare_and_print(
     return setup
 
 
-def _train(
-    config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]
-) -> dict[str, Any]:
+def _train(setup: Setup) -> dict[str, Any]:
     """Carry out a fine-tuning run: train, from the beginning or from a checkpoint, and save."""
-    setup = _prepare_and_print(config, accelerator, functions)
+    config = setup.config
+    accelerator = setup.accelerator
     checkpoint: Path | None = None
     if config.resume_from_checkpoint is not None:
-        checkpoint = find_checkpoint(
-            accelerator, Path(config.output_dir), config.resume_from_checkpoint
-        )
+        checkpoint = find_checkpoint(accelerator, setup.output_dir, config.resume_from_checkpoint)
     run = build_run(setup)
     found = f"{run.loss_facts.terms}, width {run.loss_facts.pad_to_window}"
     check_agreement(accelerator, "loss", found)
@@ -180,11 +176,10 @@ def _train(
             start_trackers(accelerator, config, resumed=checkpoint is not None)
     if checkpoint:
         forget_other_best(run, progress, checkpoint)
-        if accelerator.is_main_process:
-            metrics = run.output_dir / "metrics.jsonl"
-            change = describe_world_change(metrics, progress.step, accelerator.num_processes)
-            if change is not None:
-                print_fact(accelerator, "processes", change)
+        metrics = run.output_dir / "metrics.jsonl"
+        change = describe_world_change(metrics, progress.step, accelerator.num_processes)
+        if change is not None:
+            print_fact(accelerator, "processes", change)
     start = time.perf_counter()
     try:
         progress = fit(run, progress)
@@ -283,12 +278,8 @@ def _hash_of_samples(data: PreparedData) -> str:
     """Hash the data that all processes of a run must have loaded alike: the training samples, the
     labels, and the lengths of all splits, on which the split into micro-batches depends.
     """
-    digest = hashlib.sha256()
-    digest.update(data.content_hash.encode())
-    digest.update(repr(data.labels).encode())
-    for dataset in data.splits.values():
-        digest.update(np.asarray(dataset["length"][:]).tobytes())
-    return digest.hexdigest()[:16]
+    lengths = [np.asarray(dataset["length"][:]) for dataset in data.splits.values()]
+    return Hasher.hash([data.content_hash, data.labels, lengths])
 
 
 def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
