@@ -19,7 +19,12 @@ from transformers import EvalPrediction
 from hf_ga.errors import HfGaError, NonFinite, OutOfMemory
 from hf_ga.finetuning.data.data import PreparedData, prepare_unlabelled
 from hf_ga.finetuning.data.showing import sample_lines
-from hf_ga.finetuning.run.accelerator import check_sharded, make_accelerator, precision_name
+from hf_ga.finetuning.run.accelerator import (
+    check_sharded,
+    make_accelerator,
+    precision_name,
+    start_trackers,
+)
 from hf_ga.finetuning.run.build import (
     build_model,
     build_run,
@@ -45,7 +50,6 @@ from hf_ga.finetuning.run.results.report import (
     read_metrics,
 )
 from hf_ga.finetuning.run.results.saving import forget_other_best, resume
-from hf_ga.finetuning.run.results.trackers import start_trackers
 from hf_ga.finetuning.run.run import Progress, Run, Setup
 from hf_ga.finetuning.run.train_windows import padding_ratio, planned_lengths
 from hf_ga.loading.memory import is_out_of_memory

@@ -58,7 +58,14 @@ def fit(run: Run, progress: Progress) -> Progress:
         keep=run.config.save_total_limit,
         trained_only=is_lora(run.model),  # frozen weights are in the base model
     )
-    with _progress_bar(run, progress) as bar, stop_requests() as request, saver:
+    bar = tqdm(
+        total=run.max_steps,
+        initial=progress.step,
+        bar_format=BAR,
+        dynamic_ncols=True,
+        disable=not run.accelerator.is_main_process,
+    )
+    with bar, stop_requests() as request, saver:
         while not must_stop and not _is_finished(run, progress):
             for window in run.windows:
                 line, must_stop = _train_on(run, progress, window, request)
@@ -78,19 +85,6 @@ def fit(run: Run, progress: Progress) -> Progress:
     # A signal that arrived after the last check.
     request.pass_on()
     return progress
-
-
-def _progress_bar(run: Run, progress: Progress) -> tqdm:
-    """Return the progress bar of a fine-tuning run, which counts optimizer steps. Only the main
-    process shows it.
-    """
-    return tqdm(
-        total=run.max_steps,
-        initial=progress.step,
-        bar_format=BAR,
-        dynamic_ncols=True,
-        disable=not run.accelerator.is_main_process,
-    )
 
 
 def _is_due(run: Run, progress: Progress, line: dict[str, Any], every: int) -> bool:
