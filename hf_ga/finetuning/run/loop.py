@@ -10,7 +10,7 @@ from hf_ga.errors import DataError, RunStopped
 from hf_ga.finetuning.run.build import evaluate_split
 from hf_ga.finetuning.run.model.adapters import is_lora
 from hf_ga.finetuning.run.results.outputs import save_and_check_best
-from hf_ga.finetuning.run.results.report import MetricsFile
+from hf_ga.finetuning.run.results.report import cut_metrics, write_metrics
 from hf_ga.finetuning.run.results.saving import save
 from hf_ga.finetuning.run.run import Progress, Run
 from hf_ga.loading.batches import count_tokens
@@ -48,8 +48,8 @@ def fit(run: Run, progress: Progress) -> Progress:
         SavedModelDiffers: If `best/` is not the model that was saved there.
         RunStopped: If a signal stopped the run; it is saved.
     """
-    path = run.output_dir / "metrics.jsonl" if run.accelerator.is_main_process else None
-    metrics = MetricsFile(path, progress.metrics_size)
+    if run.accelerator.is_main_process:
+        cut_metrics(run.output_dir / "metrics.jsonl", progress.metrics_size)
     run.model.train()
     must_stop = False
     saver = CheckpointSaver(
@@ -74,7 +74,7 @@ def fit(run: Run, progress: Progress) -> Progress:
                     bar.update()
                 if _is_due(run, progress, line, every=run.eval_steps):
                     line |= _evaluate(run, progress)
-                _log(run, progress, line, metrics)
+                _log(run, progress, line)
                 # After the evaluation, on which early stopping depends.
                 if must_stop or _is_due(run, progress, line, every=run.save_steps):
                     save(run, progress, saver)
@@ -96,12 +96,12 @@ def _is_due(run: Run, progress: Progress, line: dict[str, Any], every: int) -> b
     return not line["skipped"] and progress.step % every == 0
 
 
-def _log(run: Run, progress: Progress, line: dict[str, Any], metrics: MetricsFile) -> None:
+def _log(run: Run, progress: Progress, line: dict[str, Any]) -> None:
     """Write the line of a window to metrics.jsonl, pass its numbers to trackers and the whole line
     to the user's `on_step`.
     """
-    metrics.write(**line)
-    progress.metrics_size = metrics.size
+    if run.accelerator.is_main_process:
+        progress.metrics_size = write_metrics(run.output_dir / "metrics.jsonl", line)
     numbers = {name: line[name] for name in line if type(line[name]) in (int, float)}
     numbers.pop("step")
     run.accelerator.log(numbers, step=progress.step)

@@ -17,51 +17,36 @@ from hf_ga.parallel.processes import print_on_main
 from hf_ga.recovery.files import SUFFIX, flush, writing
 
 
-class MetricsFile:
-    """The file metrics.jsonl of a fine-tuning run: for each training window a line with a JSON
-    object, which is appended as training goes on.
+def cut_metrics(path: Path, size: int) -> None:
+    """Cut the metrics.jsonl of a fine-tuning run to its first `size` bytes, without an incomplete
+    last line: what a run wrote after the checkpoint that it resumes from is dropped. The file is
+    created if it does not exist.
 
-    Args:
-        path: The file, which is created if it does not exist. None: nothing is written, as on all
-            processes except the main one.
-        size: Number of bytes of an existing file to keep; an incomplete last line is dropped, too.
-            A resumed run passes the size stored in its checkpoint, to remove later lines.
-
-    Attributes:
-        path: The file, or None.
-        size: Its size in bytes.
+    Raises:
+        CheckpointError: If the file cannot be written.
     """
+    with writing(path, path.parent):
+        path.touch()
+        kept = path.read_bytes()[:size]
+        os.truncate(path, kept.rfind(b"\n") + 1)
 
-    def __init__(self, path: Path | None, size: int = 0) -> None:
-        self.path = path
-        self.size = 0  # in bytes, of complete lines only
-        if path is None:
-            return
-        with writing(path, path.parent):
-            path.touch()
-            kept = path.read_bytes()[:size]
-            # Up to the last line break: complete lines only. What a run wrote after the checkpoint
-            # that it resumes from is cut off.
-            self.size = kept.rfind(b"\n") + 1
-            os.truncate(path, self.size)
 
-    def write(self, **values: Any) -> None:
-        """Append one line to the metrics.jsonl of a run: a JSON object of the keyword arguments.
-        No-op if there is no path.
+def write_metrics(path: Path, line: Mapping[str, Any]) -> int:
+    """Append a line, a JSON object, to the metrics.jsonl of a fine-tuning run, and return the size
+    of the file in bytes.
 
-        Raises:
-            CheckpointError: If the write fails, as on a full disk; no partial line is left.
-        """
-        if self.path is None:
-            return
-        with writing(self.path, self.path.parent):
-            try:
-                with self.path.open("a") as file:
-                    file.write(json.dumps(values) + "\n")
-            except OSError:
-                os.truncate(self.path, self.size)
-                raise
-        self.size = self.path.stat().st_size
+    Raises:
+        CheckpointError: If the write fails, as on a full disk; no partial line is left.
+    """
+    with writing(path, path.parent):
+        size = path.stat().st_size
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError:
+            os.truncate(path, size)
+            raise
+        return path.stat().st_size
 
 
 def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
