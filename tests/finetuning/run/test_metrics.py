@@ -145,8 +145,9 @@ def compared(logits, labels):
     """Of all samples together."""
     outputs = SimpleNamespace(logits=torch.from_numpy(logits))
     micro_batch = SimpleNamespace(batch={"labels": torch.from_numpy(labels)})
-    predictions, references = read_logits(outputs, {}, micro_batch)
-    assert len(predictions) == len(references) == len(labels)
+    pairs = read_logits(outputs, {}, micro_batch)
+    assert len(pairs) == len(labels)
+    predictions, references = zip(*pairs, strict=True)
     return np.concatenate(predictions), np.concatenate(references)
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -174,19 +174,19 @@ TEXT_METRICS = {
 
 
 def compute(
-    metrics: Mapping[str, type[evaluate.Metric]], predictions: list[Any], references: list[Any]
+    metrics: Mapping[str, type[evaluate.Metric]], compared: Iterable[tuple[Any, Any]]
 ) -> dict[str, float]:
     """Compute several metrics over all samples of a split, in an evaluation of a run.
 
     Args:
         metrics: Name of a metric -> its class.
-        predictions: One entry per sample: a text or a list, or an array with a prediction for each
-            target of the sample.
-        references: One entry per sample, like the predictions.
+        compared: (prediction, reference) of each sample: texts or lists, or arrays with an entry
+            for each target of the sample.
 
     Returns:
         Name of a metric -> value, which is NaN if no sample has a target.
     """
+    predictions, references = map(list, zip(*compared, strict=True))
     if isinstance(references[0], np.ndarray):
         # All targets of all samples.
         predictions = np.concatenate(predictions)
