@@ -26,7 +26,7 @@ from hf_ga.finetuning.run.losses import (
     WeightedCrossEntropy,
     weights_of_classes,
 )
-from hf_ga.finetuning.run.model.adapters import add_adapters, freeze, is_lora
+from hf_ga.finetuning.run.model.adapters import add_adapters, freeze
 from hf_ga.finetuning.run.model.embeddings import check_embedding, evaluate_embeddings, window_loss
 from hf_ga.finetuning.run.model.models import (
     complete_config,
@@ -313,7 +313,7 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
     identity |= setup.data.identity
     identity["mixed_precision"] = setup.accelerator.mixed_precision
     identity["base_model"] = None
-    if is_lora(model):  # its checkpoints have the adapter only
+    if config.has_adapters:  # its checkpoints have the adapter only
         named = unwrapped(model).named_parameters(remove_duplicate=False)
         frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
         identity["base_model"] = state_sha256(frozen)

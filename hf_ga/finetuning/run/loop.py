@@ -8,7 +8,6 @@ from tqdm.auto import tqdm
 
 from hf_ga.errors import DataError, RunStopped
 from hf_ga.finetuning.run.build import evaluate_split
-from hf_ga.finetuning.run.model.adapters import is_lora
 from hf_ga.finetuning.run.results.outputs import save_and_check_best
 from hf_ga.finetuning.run.results.report import cut_metrics, write_metrics
 from hf_ga.finetuning.run.results.saving import save
@@ -56,7 +55,7 @@ def fit(run: Run, progress: Progress) -> Progress:
         run.accelerator,
         run.output_dir,
         keep=run.config.save_total_limit,
-        trained_only=is_lora(run.model),  # frozen weights are in the base model
+        trained_only=run.config.has_adapters,  # frozen weights are in the base model
     )
     bar = tqdm(
         total=run.max_steps,

@@ -32,9 +32,9 @@ def test_every_field_of_the_installed_version_is_known():
     assert [
         name
         for name in (*FIELDS, *OF_SCRIPTS.split())
-        if name not in {*OWN, *arguments.example_script_flags()}
+        if name not in {*OWN, *arguments.SCRIPT_FLAGS}
     ] == []
-    names = arguments.example_script_flags()
+    names = arguments.SCRIPT_FLAGS
     assert len(names) == len(set(names))
     assert not set(names) & OWN
     assert set(arguments.RENAMED.values()) <= OWN

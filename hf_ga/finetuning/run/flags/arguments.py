@@ -212,18 +212,11 @@ _ALLOWED_VALUES = {
     "torch_dtype": ("auto", "float32"),
     "dtype": ("auto", "float32"),
 }
-
-
 # Flags of which no option of FinetuneConfig has the meaning and the values.
 WITHOUT_OPTION = (*CONVERTED, *REQUIRED, *IGNORED, *REFUSED)
-
-
-def example_script_flags() -> list[str]:
-    """List the flags of TrainingArguments and of transformers' example scripts that the command
-    `hf-ga` renames, converts, checks, ignores or refuses. Flags that `FinetuneConfig` has under the
-    same name are not in the list.
-    """
-    return [*RENAMED, *WITHOUT_OPTION]
+# Flags of TrainingArguments and of the example scripts that FinetuneConfig does not have under the
+# same name.
+SCRIPT_FLAGS = (*RENAMED, *WITHOUT_OPTION)
 
 
 def convert_script_flags(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +226,7 @@ def convert_script_flags(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         given: Name -> value of all flags that the user set: options of `FinetuneConfig`, and flags
-            in `example_script_flags`. The value of a flag in `WITHOUT_OPTION` is a string, "true"
+            in SCRIPT_FLAGS. The value of a flag in `WITHOUT_OPTION` is a string, "true"
             for a switch without a value; that of a flag in RENAMED is the value of the option.
 
     Returns:
@@ -256,7 +249,7 @@ def convert_script_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     options |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
     options |= _training_options(given)
     options |= _data_options(given, task)
-    options |= {name: given[name] for name in given.keys() - {*example_script_flags()}}
+    options |= {name: given[name] for name in given.keys() - {*SCRIPT_FLAGS}}
     if "task" in given:
         options["task"] = task
     # Values that the scripts spell differently.

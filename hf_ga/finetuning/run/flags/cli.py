@@ -23,10 +23,10 @@ from hf_ga.finetuning.data.options import flag_groups
 from hf_ga.finetuning.run.finetune import finetune
 from hf_ga.finetuning.run.flags.arguments import (
     RENAMED,
+    SCRIPT_FLAGS,
     WITHOUT_OPTION,
     adjust_to_script_flags,
     convert_script_flags,
-    example_script_flags,
 )
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
 
@@ -84,7 +84,7 @@ def parse_config(
     values_in_file: dict[str, Any] = {}
     if arguments and not arguments[0].startswith("-"):
         path = Path(arguments.pop(0))
-        values_in_file = _read_file(path, [*names, *example_script_flags()])
+        values_in_file = _read_file(path, [*names, *SCRIPT_FLAGS])
     parser = _make_parser(config_class)
     # Options on the command line override these defaults; argparse converts those that are strings.
     parser.set_defaults(**values_in_file)
@@ -130,7 +130,7 @@ def _make_parser(config_class: type[FinetuneConfig]) -> _Parser:
     )
     action_of_name = {action.dest: action for action in parser._actions}
     action_of_name["report_to"].nargs = "*"
-    for name in example_script_flags():
+    for name in SCRIPT_FLAGS:
         # argparse rejects one spelling twice, as for a name without an underscore.
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
         settings: dict[str, Any] = {"nargs": "*"}

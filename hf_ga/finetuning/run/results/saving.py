@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_ga.errors import CheckpointError
-from hf_ga.finetuning.run.model.adapters import is_lora
 from hf_ga.finetuning.run.run import Progress, Run
 from hf_ga.loading.window_loader import WindowLoader
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
@@ -95,7 +94,7 @@ def resume(run: Run, folder: Path) -> Progress:
         {name: value for name, value in group.items() if name != "params"}
         for group in run.optimizer.param_groups
     ]
-    load_checkpoint(folder, run.model, run.optimizer, trained_only=is_lora(run.model))
+    load_checkpoint(folder, run.model, run.optimizer, trained_only=run.config.has_adapters)
     run.windows.load_state_dict(state["windows"], allow_changes=bool(changes))
     progress = Progress(**state["progress"])
     if state.get("scaler") and "mixed_precision" not in changes:
