@@ -46,7 +46,7 @@ from hf_ga.finetuning.run.train_windows import train_windows
 from hf_ga.loading.streams.stream_loader import StreamLoader
 from hf_ga.model.forward import LossFunction, restored_modes, unwrapped
 from hf_ga.parallel.main_weights import loads_on_main
-from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
+from hf_ga.parallel.processes import broadcast_from_main, call_on_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.rows.compiling import compile_layers
 from hf_ga.training import NUM_TRIED_SAMPLES, LossSettings, prepare_with, try_before
@@ -229,9 +229,7 @@ def build_run(setup: Setup) -> Run:
     max_steps = config.max_steps or max_windows
     optimizer, scheduler = _optimizer(setup, model, max_steps)
     # Before the weights are sharded, which the main process alone may hold.
-    identity_on_main = accelerator.on_main_process(_identity)
-    identity = identity_on_main(setup, model, windows.layout.window_size)
-    identity = broadcast_from_main(accelerator, identity)
+    identity = call_on_main(accelerator, _identity, setup, model, windows.layout.window_size)
     model, optimizer = prepare_with(accelerator, model, optimizer, settings)
     steps_per_epoch = max_steps
     if not isinstance(windows, StreamLoader):  # a stream has no length

@@ -56,6 +56,7 @@ from hf_ga.loading.memory import is_out_of_memory
 from hf_ga.parallel.prepare import full_state_dict, prepare
 from hf_ga.parallel.processes import (
     broadcast_from_main,
+    call_on_main,
     check_agreement,
     end_training,
     main_process_first,
@@ -142,8 +143,7 @@ def _prepare_and_print(
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     check_sharded(config, accelerator)
     if config.push_to_hub:
-        with raise_on_all_ranks(accelerator):
-            accelerator.on_main_process(check_login)(config)
+        call_on_main(accelerator, check_login, config)
     # The other processes read the main one's downloads and tokenized data from caches.
     with main_process_first(accelerator):
         setup = prepare_setup(config, accelerator, **functions)
@@ -231,29 +231,22 @@ def _print_plan(run: Run) -> None:
     draws = "none"
     if facts.draws:
         draws = f"{', '.join(facts.draws)}; they depend only on seed, epoch and sample"
+    ratio = padding_ratio(run.windows, planned_lengths(run.data))
+    max_tokens = run.windows.splitter.planner.max_tokens
+    padding = f"{ratio:.2f} times the real tokens; at most {max_tokens:,} per micro-batch, padding "
+    padding += "included"
+    if facts.pad_to_window:
+        padding += "; every micro-batch as wide as its window"
     speed_ups = ", ".join(facts.speed_ups.names) or "none"
     print_fact(accelerator, "layout", run.windows.layout)
     print_fact(accelerator, "loss", *facts.terms)
     print_fact(accelerator, "draws", draws)
     print_fact(accelerator, "precision", precision_name(accelerator))
-    print_fact(accelerator, "padding", _describe_padding(run))
+    print_fact(accelerator, "padding", padding)
     if run.config.same_bits:
         chunks = f"the same in any layout, in chunks of {run.config.same_bits} samples"
         print_fact(accelerator, "bits", chunks)
     print_fact(accelerator, "speed-ups", speed_ups)
-
-
-def _describe_padding(run: Run) -> str:
-    """Return the line of a run's log on the padding ratio and on the maximum number of tokens,
-    padding included, in a micro-batch.
-    """
-    ratio = padding_ratio(run.windows, planned_lengths(run.data))
-    max_tokens = run.windows.splitter.planner.max_tokens
-    line = f"{ratio:.2f} times the real tokens; at most {max_tokens:,} per micro-batch, padding "
-    line += "included"
-    if run.loss_facts.pad_to_window:
-        line += "; every micro-batch as wide as its window"
-    return line
 
 
 def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:

@@ -28,8 +28,7 @@ class Progress:
             finite, or their samples had no targets.
         skipped_in_a_row: Number of windows skipped since the last optimizer step.
         best_metric: Best value so far of `metric_for_best_model`. None: not evaluated yet.
-        best_check: Results of loading the saved folder `best/` again and comparing the model. None
-            on all processes except the main one.
+        best_check: Results of loading the saved folder `best/` again and comparing the model.
         evaluations_since_best: Number of evaluations since the best one, for early stopping.
         metrics_size: Size of metrics.jsonl in bytes.
         changes: Settings changed on resume with --resume_with_changes, each as `name old -> new`.

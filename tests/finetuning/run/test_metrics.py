@@ -14,14 +14,13 @@ from hf_ga.finetuning.run.scores.metrics import (
     ENTITY_METRICS,
     METRICS,
     TEXT_METRICS,
+    compute,
 )
 from hf_ga.finetuning.run.scores.readers import are_entities, read_logits
 
 
 def score(metric, references, predictions):
-    (value,) = (
-        metric(keep_in_memory=True).compute(predictions=predictions, references=references).values()
-    )
+    (value,) = compute({"it": metric}, zip(predictions, references, strict=True)).values()
     assert type(value) is float
     return value
 

@@ -24,7 +24,7 @@ from hf_ga.finetuning.run.run import Run, Setup
 from hf_ga.model.forward import unwrapped
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import full_state_dict
-from hf_ga.parallel.processes import raise_on_all_ranks
+from hf_ga.parallel.processes import call_on_main, raise_on_all_ranks
 from hf_ga.recovery.files import (
     delete,
     flush,
@@ -75,8 +75,8 @@ def save_and_check_best(setup: Setup, model: nn.Module) -> CheckResult | None:
         model: The prepared model.
 
     Returns:
-        The result of the comparison for `summary.json`; None on processes other than the main one,
-        and for adapters of a base model with random initial weights, which is not saved.
+        The result of the comparison for `summary.json`; None for adapters of a base model with
+        random initial weights, which is not saved.
 
     Raises:
         CheckpointError: If a write fails; on all processes.
@@ -84,9 +84,8 @@ def save_and_check_best(setup: Setup, model: nn.Module) -> CheckResult | None:
     """
     expected = expected_outputs(setup, model)
     weights = save_best(setup, model)
-    with raise_on_all_ranks(setup.accelerator):
-        check = setup.accelerator.on_main_process(check_saved)
-        return check(setup, setup.output_dir / "best", model, weights, expected)
+    best = setup.output_dir / "best"
+    return call_on_main(setup.accelerator, check_saved, setup, best, model, weights, expected)
 
 
 def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
