@@ -273,13 +273,11 @@ def _optimizer(
         learning_rate = 2e-4
     elif learning_rate is None:
         learning_rate = 1e-3 if config.model_name_or_path is None else 5e-5
-    adam_settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if config.optim in ADAM:
-        adam_settings["betas"] = (config.adam_beta1, config.adam_beta2)
-        adam_settings["eps"] = config.adam_epsilon
-    optimizer = build_optimizer(
-        model, config.optim, learning_rate, config.weight_decay, **adam_settings
-    )
+        betas = (config.adam_beta1, config.adam_beta2)
+        settings = {"betas": betas, "eps": config.adam_epsilon}
+    optimizer = build_optimizer(model, config.optim, learning_rate, config.weight_decay, **settings)
     warmup_steps = int(config.warmup_steps)
     if config.warmup_steps < 1:
         warmup_steps = math.ceil(config.warmup_steps * max_steps)

@@ -239,18 +239,19 @@ def convert_script_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     >>> convert_script_flags({"warmup_ratio": 0.1, "logging_steps": "10"})
     {'warmup_steps': 0.1}
     """
-    for name, value in given.items():
-        if name in REFUSED and value.lower() not in _ALLOWED_VALUES.get(name, _OFF):
-            raise ConfigError(f"{name} {value} is not supported: {REFUSED[name]}.")
+    for flag, value in given.items():
+        if flag in REFUSED and value.lower() not in _ALLOWED_VALUES.get(flag, _OFF):
+            raise ConfigError(f"{flag} {value} is not supported: {REFUSED[flag]}.")
     # The flag --task names an example script, such as run_glue, or a task of FinetuneConfig.
-    task = TASK_OF_SCRIPT.get(_script_name(given), given.get("task", "causal-lm"))
+    name = _script_name(given)
+    task = TASK_OF_SCRIPT.get(name, name or "causal-lm")
     # Flags of the user override the script's defaults, and options the flags with other names.
     options = _script_defaults(given, task) if _uses_script_defaults(given) else {}
-    options |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
+    options |= {RENAMED[flag]: value for flag, value in given.items() if flag in RENAMED}
     options |= _training_options(given)
     options |= _data_options(given, task)
-    options |= {name: given[name] for name in given.keys() - {*SCRIPT_FLAGS}}
-    if "task" in given:
+    options |= {flag: value for flag, value in given.items() if flag not in SCRIPT_FLAGS}
+    if name in TASK_OF_SCRIPT:
         options["task"] = task
     # Values that the scripts spell differently.
     if options.get("optim") in ("adamw_torch", "adamw_torch_fused"):
