@@ -47,7 +47,6 @@ from hf_ga.finetuning.run.results.report import (
     describe_world_change,
     print_fact,
     print_results,
-    read_metrics,
 )
 from hf_ga.finetuning.run.results.saving import forget_other_best, resume
 from hf_ga.finetuning.run.run import Progress, Run, Setup
@@ -321,7 +320,8 @@ def _summary(
     """
     state = run.windows.state
     return {
-        **_last_metrics(run),
+        "train_loss": progress.train_loss,
+        **progress.last_metrics,
         f"best_eval_{run.config.metric_for_best_model}": progress.best_metric,
         "steps": progress.step,
         "stopped_early": stopped_early(run, progress),
@@ -353,20 +353,6 @@ def _facts(setup: Setup) -> dict[str, Any]:
         "versions": versions(),
         "config": setup.config.to_dict(),
     }
-
-
-def _last_metrics(run: Run) -> dict[str, Any]:
-    """Return, from a run's metrics.jsonl, the training loss of the last window that made a step
-    (None if none did), and the metrics of the evaluation after the last window.
-    """
-    metrics = []
-    if run.accelerator.is_main_process:
-        metrics = read_metrics(run.output_dir / "metrics.jsonl")
-    losses = [line["loss"] for line in metrics if line["loss"] is not None]
-    last: dict[str, Any] = {"train_loss": losses[-1] if losses else None}
-    if metrics:
-        last |= {name: value for name, value in metrics[-1].items() if name.startswith("eval_")}
-    return last
 
 
 def _evaluate_only(setup: Setup) -> dict[str, Any]:

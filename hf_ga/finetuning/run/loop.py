@@ -137,6 +137,8 @@ def _train_on(
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
     if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
         raise DataError(_why_skipped(window, result))
+    if not result.skipped:
+        progress.train_loss = loss
     if result.retries:
         _write(run, OUT_OF_MEMORY.format(run.windows.state.max_elements))
     part_of_epoch = 0.0
@@ -208,6 +210,7 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     and print the metrics.
     """
     results = evaluate_split(run, run.model)
+    progress.last_metrics = results
     value = results[f"eval_{run.config.metric_for_best_model}"]
     progress.evaluations_since_best += 1
     best = progress.best_metric

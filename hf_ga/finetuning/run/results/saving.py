@@ -114,15 +114,19 @@ def _print_changed_machine(run: Run, saved: dict[str, Any]) -> None:
     """Print in which hardware and versions of packages a run that is resumed differs from its
     checkpoint. No-op if they are the same.
     """
-    current = machine() | versions()
-    changed = [
-        f"{name} {value} -> {current.get(name)}"
-        for name, value in saved.items()
-        if current.get(name) != value
-    ]
-    if changed:
-        listed = ", ".join(changed)
+    changed = _differences(saved, machine() | versions())
+    if saved and changed:
+        listed = ", ".join(changed.values())
         print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {listed}")
+
+
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
+    """Return name -> `name old -> new` of the values that differ from those of a checkpoint."""
+    return {
+        name: f"{name} {saved.get(name)!r} -> {value!r}"
+        for name, value in current.items()
+        if saved.get(name) != value
+    }
 
 
 def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:
@@ -144,11 +148,7 @@ def _changes(
     folder: Path, saved: dict[str, Any], identity: dict[str, Any], are_allowed: bool
 ) -> dict[str, str]:
     """Find the settings of a run that is resumed that differ from its checkpoint's."""
-    changes = {
-        name: f"{name} {saved.get(name)!r} -> {value!r}"
-        for name, value in identity.items()
-        if saved.get(name) != value
-    }
+    changes = _differences(saved, identity)
     if changes and not are_allowed:
         raise CheckpointError(
             f"{folder} has other settings: {', '.join(changes.values())}. Use the same settings, "
