@@ -44,8 +44,6 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "seed": 42,
 }
-# The interval of evaluations or checkpoints with the strategy `steps`.
-STEPS_OF_STRATEGY = 500
 # The scripts' default maximum lengths of samples in tokens.
 MAX_LENGTHS = {
     "text-classification": 128,
@@ -53,14 +51,6 @@ MAX_LENGTHS = {
     "multi-label": 128,
     "question-answering": 384,
 }
-OTHER_MAX_LENGTH = 1024
-# The _no_trainer scripts of these tasks have a shorter default.
-SHORT_IN_NO_TRAINER = ("token-classification", "multiple-choice")
-NO_TRAINER_MAX_LENGTH = 128
-# The scripts' default maximum length of a target of seq2seq, and overlap of two windows of a
-# question's context, in tokens.
-MAX_TARGET_LENGTH = 128
-DOC_STRIDE = 128
 
 # Flag -> the option of FinetuneConfig with the same meaning and values.
 RENAMED = {
@@ -226,8 +216,8 @@ def convert_script_flags(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         given: Name -> value of all flags that the user set: options of `FinetuneConfig`, and flags
-            in SCRIPT_FLAGS. The value of a flag in `WITHOUT_OPTION` is a string, "true"
-            for a switch without a value; that of a flag in RENAMED is the value of the option.
+            in SCRIPT_FLAGS. The value of a flag in WITHOUT_OPTION is a string, "true" for a switch
+            without a value; that of a flag in RENAMED is the value of the option.
 
     Returns:
         Name of the option -> value.
@@ -359,9 +349,9 @@ def _script_defaults(given: Mapping[str, Any], task: str) -> dict[str, Any]:
     `FinetuneConfig`.
     """
     is_no_trainer = str(given.get("task")).endswith("_no_trainer")
-    default_length = MAX_LENGTHS.get(task, OTHER_MAX_LENGTH)
-    if is_no_trainer and task in SHORT_IN_NO_TRAINER:
-        default_length = NO_TRAINER_MAX_LENGTH
+    default_length = MAX_LENGTHS.get(task, 1024)
+    if is_no_trainer and task in ("token-classification", "multiple-choice"):
+        default_length = 128
     # Language models train on blocks of concatenated texts.
     splits_into_blocks = task == "causal-lm" or (
         task == "masked-lm" and not _is_on(given, "line_by_line")
@@ -375,9 +365,9 @@ def _script_defaults(given: Mapping[str, Any], task: str) -> dict[str, Any]:
         # These scripts do not clip the gradient.
         defaults["max_grad_norm"] = 0.0
     if task == "seq2seq":
-        defaults["max_target_length"] = MAX_TARGET_LENGTH
+        defaults["max_target_length"] = 128
     if task == "question-answering":
-        defaults["doc_stride"] = DOC_STRIDE
+        defaults["doc_stride"] = 128
     if task == "multiple-choice" and not given.keys() & {"train_file", "dataset_name"}:
         defaults["dataset_name"] = "allenai/swag"
         defaults["dataset_config_name"] = "regular"
@@ -403,7 +393,7 @@ def _training_options(given: Mapping[str, Any]) -> dict[str, Any]:
         strategy = given.get(flag, "no")
         check_one_of(flag, strategy, ("no", "steps", "epoch", "best"))
         if strategy == "steps":
-            options[interval_option] = STEPS_OF_STRATEGY
+            options[interval_option] = 500
     save_steps = given.get("checkpointing_steps", "epoch")
     if save_steps != "epoch":
         # Checked with the types of all options.
@@ -428,7 +418,11 @@ def _data_options(given: Mapping[str, Any], task: str) -> dict[str, Any]:
         if task_name and task_name != "ner":
             options["label_column"] = f"{task_name}_tags"
     elif task_name:
-        _check_glue_task(task_name, task)
+        if task_name == "mnli":
+            # It has two validation splits.
+            raise ConfigError("task_name mnli: use files with its splits.")
+        if task_name == "stsb" and task != "regression":
+            raise ConfigError("task_name stsb: use --task regression.")
         options["dataset_name"] = "nyu-mll/glue"
         options["dataset_config_name"] = task_name
     for flag, option in {"source_lang": "text_column", "target_lang": "target_column"}.items():
@@ -442,14 +436,3 @@ def _data_options(given: Mapping[str, Any], task: str) -> dict[str, Any]:
             )
         options[option] = f"translation.{language}"
     return options
-
-
-def _check_glue_task(task_name: str, task: str) -> None:
-    """Raise ConfigError if the flag `task_name` of run_glue is a task of GLUE whose splits or
-    labels do not fit the run.
-    """
-    if task_name == "mnli":
-        # It has two validation splits.
-        raise ConfigError("task_name mnli: use files with its splits.")
-    if task_name == "stsb" and task != "regression":
-        raise ConfigError("task_name stsb: use --task regression.")

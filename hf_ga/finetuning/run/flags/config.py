@@ -22,8 +22,6 @@ DEFAULT_ACCUMULATION_STEPS = 4
 BALANCED = "balanced"
 # HfArgumentParser parses a flag by the type before None: here, a list of strings.
 ClassWeights = list[str] | None | list[float] | str
-# Tasks that can read their training rows as a stream.
-STREAMED_TASKS = ("causal-lm", "text-classification")
 # Tasks whose loss is one mean cross entropy over classes.
 CROSS_ENTROPY_TASKS = (
     "causal-lm",
@@ -34,20 +32,6 @@ CROSS_ENTROPY_TASKS = (
 )
 # Temperature of the embedding loss, by which cosine similarities are divided.
 DEFAULT_TEMPERATURE = 0.05
-EMBEDDING_FLAGS = (
-    "pooling",
-    "temperature",
-    "learn_temperature",
-    "symmetric_loss",
-    "matryoshka_dims",
-)
-FLAGS_OF_NEW_ADAPTERS = (
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_modules_to_save",
-    "use_dora",
-)
 TASKS_WITH_ADAPTERS = tuple(task for task in TASKS if task != "embedding")
 # Language models predict with pipeline(), embedding models with SentenceTransformer().
 TASKS_WITH_PREDICT_FILE = tuple(
@@ -84,15 +68,21 @@ _TASKS_OF_FLAG: dict[str, tuple[str, ...]] = {
     "max_target_length": ("seq2seq",),
     "doc_stride": ("question-answering",),
     "predict_file": TASKS_WITH_PREDICT_FILE,
-    **dict.fromkeys(EMBEDDING_FLAGS, ("embedding",)),
+    **dict.fromkeys(
+        ("pooling", "temperature", "learn_temperature", "symmetric_loss", "matryoshka_dims"),
+        ("embedding",),
+    ),
     "lora_r": TASKS_WITH_ADAPTERS,
     "adapter_name_or_path": TASKS_WITH_ADAPTERS,
     "predict_with_generate": ("seq2seq",),
-    "streaming": STREAMED_TASKS,
+    "streaming": ("causal-lm", "text-classification"),
 }
 # Flag -> the flags of which it needs one.
 _NEEDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(FLAGS_OF_NEW_ADAPTERS, ("lora_r",)),
+    **dict.fromkeys(
+        ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_dora"),
+        ("lora_r",),
+    ),
     "load_in_4bit": ("lora_r", "adapter_name_or_path"),
     "resize_token_embeddings": ("model_name_or_path",),
     "resume_with_changes": ("resume_from_checkpoint",),

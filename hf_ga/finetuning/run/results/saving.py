@@ -81,7 +81,9 @@ def resume(run: Run, folder: Path) -> Progress:
         CheckpointError: If the checkpoint does not fit this model, or has other settings.
     """
     state = read_state(folder)
-    _print_changed_machine(run, state.get("machine", {}))
+    changed = ", ".join(_differences(state.get("machine", {}), machine() | versions()).values())
+    if changed:
+        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {changed}")
     missing = {"identity", "windows", "scheduler", "progress"} - state.keys()
     if missing:
         raise CheckpointError(
@@ -108,16 +110,6 @@ def resume(run: Run, folder: Path) -> Progress:
         progress.evaluations_since_best = 0
     run.max_steps += progress.step - _scheduled_steps(run, progress)  # adds 0 in an unchanged run
     return progress
-
-
-def _print_changed_machine(run: Run, saved: dict[str, Any]) -> None:
-    """Print in which hardware and versions of packages a run that is resumed differs from its
-    checkpoint. No-op if they are the same.
-    """
-    changed = _differences(saved, machine() | versions())
-    if saved and changed:
-        listed = ", ".join(changed.values())
-        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {listed}")
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
