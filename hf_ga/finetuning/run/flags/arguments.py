@@ -7,7 +7,6 @@ them, those in IGNORED have no effect, which the run prints, and those in REFUSE
 unless their value changes nothing.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +14,6 @@ from hf_ga.errors import ConfigError
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
 from hf_ga.finetuning.run.flags.config_checks import check_one_of
 from hf_ga.finetuning.run.model.models import load_base_config, num_positions
-
-
-def _by_flag(flags_of_reason: Mapping[str, str]) -> dict[str, str]:
-    """Invert a table of reasons, each with its flags separated by spaces: flag -> reason."""
-    return {name: reason for reason, names in flags_of_reason.items() for name in names.split()}
-
 
 # Example script -> task. The flag --task takes the names of both; those of scripts also with the
 # suffix _no_trainer.
@@ -91,104 +84,98 @@ REQUIRED = {
     "tokenizer_name": "must equal --model_name_or_path: save configuration, tokenizer and "
     "weights in one folder",
 }
-# Accepted without an effect: flag -> what happens instead, which the run prints.
-IGNORED = _by_flag(
-    {
-        "metrics.jsonl has every optimizer step": """
-            logging_strategy logging_steps logging_first_step logging_nan_inf_filter
-            include_num_input_tokens_seen
-        """,
-        "messages only": "log_level log_level_replica log_on_each_node disable_tqdm",
-        "padding never changes the update": "pad_to_max_length",
-        "when memory runs out, micro-batches become smaller; the update is the same": (
-            "auto_find_batch_size torch_empty_cache_steps"
-        ),
-        "speed only, and hf_ga chooses its own speed-ups": """
-            use_liger_kernel liger_kernel_config use_cache dataloader_pin_memory
-            dataloader_persistent_workers dataloader_prefetch_factor
-            dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
-            ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph low_cpu_mem_usage
-            preprocessing_num_workers overwrite_cache skip_memory_metrics
-        """,
-        "results do not depend on how an evaluation is split, and have all metrics": """
-            eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics
-            include_for_metrics prediction_loss_only return_entity_level_metrics
-        """,
-        "`accelerate launch` sets it": "local_rank ddp_backend ddp_timeout",
-        "checkpoints are complete, and written on a stop signal": """
-            save_only_model enable_jit_checkpoint save_on_each_node save_safetensors
-            restore_callback_states_from_checkpoint
-        """,
-        "columns are chosen by their role": "remove_unused_columns length_column_name",
-        "the model is uploaded once, after the run": "hub_always_push",
-        "a head for other labels is always replaced": "ignore_mismatched_sizes",
-        "rows without an answer are always allowed": "version_2_with_negative",
-        "an output_dir with another run is never overwritten": "overwrite_output_dir",
-        "output_dir has the last model, best/ the best one": "load_best_model_at_end",
-        "evaluations begin with the first epoch": "eval_delay eval_on_start",
-        "batches are random, their micro-batches have similar lengths": (
-            "group_by_length sortish_sampler"
-        ),
-        "the best span is the answer": "n_best_size",
-        "answers of any length are predicted": "max_answer_length",
-        "no answer is predicted where it is the best span": "null_score_diff_threshold",
-        "texts end with the end-of-text token, not with a line break": "keep_linebreaks",
-    }
-)
-# Not supported: flag -> remedy.
-REFUSED = _by_flag(
-    {
-        "use a schedule that needs only the numbers of steps": "lr_scheduler_kwargs",
-        "omit it: only adam_beta1, adam_beta2, adam_epsilon and weight_decay can be set": (
-            "optim_args"
-        ),
-        "use lora_target_modules": "optim_target_modules",
-        "omit it: every update averages over all targets of the global batch": (
-            "average_tokens_across_devices"
-        ),
-        "use bf16 or fp16, for training and evaluation": (
-            "bf16_full_eval fp16_full_eval fp16_opt_level"
-        ),
-        "use gradient_checkpointing alone": (
-            "gradient_checkpointing_kwargs activation_checkpointing_kwargs"
-        ),
-        "use torch_compile alone": "torch_compile_backend torch_compile_mode",
-        "omit it: its noise depends on the padding": "neftune_noise_alpha",
-        "omit it: the upload is to the branch main": "hub_revision",
-        "set the environment variable, such as TRACKIO_SPACE_ID": (
-            "trackio_space_id trackio_bucket_id trackio_static_space_id"
-        ),
-        "omit it: a resumed run continues at the next sample": "ignore_data_skip",
-        "set ACCELERATE_USE_CPU=true, or use `accelerate launch --cpu`": "use_cpu no_cuda",
-        "use `accelerate launch` with a profile of accelerate_configs/ (FSDP instead of "
-        "DeepSpeed)": "accelerator_config parallelism_config fsdp fsdp_config deepspeed",
-        "omit it: on a non-finite loss the run stops and names the sample": "debug",
-        "use label_column": "label_names",
-        "omit it: batches are random, their micro-batches have similar lengths": (
-            "train_sampling_strategy"
-        ),
-        "use max_new_tokens and num_beams": "generation_config",
-        "build it with from_config, save it with its tokenizer, and set model_name_or_path": (
-            "model_type config_overrides"
-        ),
-        "set HF_HOME": "cache_dir",
-        "set model_name_or_path to the folder that `hf download --revision` prints": (
-            "model_revision"
-        ),
-        "log in with `hf auth login`, or set HF_TOKEN": "token use_auth_token hub_token",
-        "omit it: a fast tokenizer is used where there is one": (
-            "use_fast_tokenizer use_slow_tokenizer"
-        ),
-        "use bf16 or fp16: weights are float32, autocast computes in another precision": (
-            "torch_dtype dtype"
-        ),
-        "use a max_length within the model's positions": "resize_position_embeddings",
-        "save the tokenizer with its language codes set, and forced_bos_token_id in the "
-        "generation config": "lang forced_bos_token",
-        "omit it: padding is never a target": "ignore_pad_token_for_loss",
-        "omit it: a tag counts at the first token of its word": "label_all_tokens",
-    }
-)
+# Accepted without an effect: what happens instead, which the run prints -> flags.
+IGNORED = {
+    "metrics.jsonl has every optimizer step": """
+        logging_strategy logging_steps logging_first_step logging_nan_inf_filter
+        include_num_input_tokens_seen
+    """,
+    "messages only": "log_level log_level_replica log_on_each_node disable_tqdm",
+    "padding never changes the update": "pad_to_max_length",
+    "when memory runs out, micro-batches become smaller; the update is the same": (
+        "auto_find_batch_size torch_empty_cache_steps"
+    ),
+    "speed only, and hf_ga chooses its own speed-ups": """
+        use_liger_kernel liger_kernel_config use_cache dataloader_pin_memory
+        dataloader_persistent_workers dataloader_prefetch_factor
+        dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
+        ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph low_cpu_mem_usage
+        preprocessing_num_workers overwrite_cache skip_memory_metrics
+    """,
+    "results do not depend on how an evaluation is split, and have all metrics": """
+        eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics
+        include_for_metrics prediction_loss_only return_entity_level_metrics
+    """,
+    "`accelerate launch` sets it": "local_rank ddp_backend ddp_timeout",
+    "checkpoints are complete, and written on a stop signal": """
+        save_only_model enable_jit_checkpoint save_on_each_node save_safetensors
+        restore_callback_states_from_checkpoint
+    """,
+    "columns are chosen by their role": "remove_unused_columns length_column_name",
+    "the model is uploaded once, after the run": "hub_always_push",
+    "a head for other labels is always replaced": "ignore_mismatched_sizes",
+    "rows without an answer are always allowed": "version_2_with_negative",
+    "an output_dir with another run is never overwritten": "overwrite_output_dir",
+    "output_dir has the last model, best/ the best one": "load_best_model_at_end",
+    "evaluations begin with the first epoch": "eval_delay eval_on_start",
+    "batches are random, their micro-batches have similar lengths": (
+        "group_by_length sortish_sampler"
+    ),
+    "the best span is the answer": "n_best_size",
+    "answers of any length are predicted": "max_answer_length",
+    "no answer is predicted where it is the best span": "null_score_diff_threshold",
+    "texts end with the end-of-text token, not with a line break": "keep_linebreaks",
+}
+# Not supported: remedy -> flags.
+REFUSED = {
+    "use a schedule that needs only the numbers of steps": "lr_scheduler_kwargs",
+    "omit it: only adam_beta1, adam_beta2, adam_epsilon and weight_decay can be set": (
+        "optim_args"
+    ),
+    "use lora_target_modules": "optim_target_modules",
+    "omit it: every update averages over all targets of the global batch": (
+        "average_tokens_across_devices"
+    ),
+    "use bf16 or fp16, for training and evaluation": (
+        "bf16_full_eval fp16_full_eval fp16_opt_level"
+    ),
+    "use gradient_checkpointing alone": (
+        "gradient_checkpointing_kwargs activation_checkpointing_kwargs"
+    ),
+    "use torch_compile alone": "torch_compile_backend torch_compile_mode",
+    "omit it: its noise depends on the padding": "neftune_noise_alpha",
+    "omit it: the upload is to the branch main": "hub_revision",
+    "set the environment variable, such as TRACKIO_SPACE_ID": (
+        "trackio_space_id trackio_bucket_id trackio_static_space_id"
+    ),
+    "omit it: a resumed run continues at the next sample": "ignore_data_skip",
+    "set ACCELERATE_USE_CPU=true, or use `accelerate launch --cpu`": "use_cpu no_cuda",
+    "use `accelerate launch` with a profile of accelerate_configs/ (FSDP instead of "
+    "DeepSpeed)": "accelerator_config parallelism_config fsdp fsdp_config deepspeed",
+    "omit it: on a non-finite loss the run stops and names the sample": "debug",
+    "use label_column": "label_names",
+    "omit it: batches are random, their micro-batches have similar lengths": (
+        "train_sampling_strategy"
+    ),
+    "use max_new_tokens and num_beams": "generation_config",
+    "build it with from_config, save it with its tokenizer, and set model_name_or_path": (
+        "model_type config_overrides"
+    ),
+    "set HF_HOME": "cache_dir",
+    "set model_name_or_path to the folder that `hf download --revision` prints": ("model_revision"),
+    "log in with `hf auth login`, or set HF_TOKEN": "token use_auth_token hub_token",
+    "omit it: a fast tokenizer is used where there is one": (
+        "use_fast_tokenizer use_slow_tokenizer"
+    ),
+    "use bf16 or fp16: weights are float32, autocast computes in another precision": (
+        "torch_dtype dtype"
+    ),
+    "use a max_length within the model's positions": "resize_position_embeddings",
+    "save the tokenizer with its language codes set, and forced_bos_token_id in the "
+    "generation config": "lang forced_bos_token",
+    "omit it: padding is never a target": "ignore_pad_token_for_loss",
+    "omit it: a tag counts at the first token of its word": "label_all_tokens",
+}
 # Values that turn a flag off.
 _OFF = ("", "false", "no", "none", "0", "[]", "{}")
 # Values of REFUSED flags that change nothing, so they are accepted; for the other flags, `_OFF`.
@@ -203,7 +190,8 @@ _ALLOWED_VALUES = {
     "dtype": ("auto", "float32"),
 }
 # Flags of which no option of FinetuneConfig has the meaning and the values.
-WITHOUT_OPTION = (*CONVERTED, *REQUIRED, *IGNORED, *REFUSED)
+_OF_REASONS = " ".join((*IGNORED.values(), *REFUSED.values())).split()
+WITHOUT_OPTION = (*CONVERTED, *REQUIRED, *_OF_REASONS)
 # Flags of TrainingArguments and of the example scripts that FinetuneConfig does not have under the
 # same name.
 SCRIPT_FLAGS = (*RENAMED, *WITHOUT_OPTION)
@@ -229,9 +217,10 @@ def convert_script_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     >>> convert_script_flags({"warmup_ratio": 0.1, "logging_steps": "10"})
     {'warmup_steps': 0.1}
     """
-    for flag, value in given.items():
-        if flag in REFUSED and value.lower() not in _ALLOWED_VALUES.get(flag, _OFF):
-            raise ConfigError(f"{flag} {value} is not supported: {REFUSED[flag]}.")
+    for remedy, flags in REFUSED.items():
+        for flag in given.keys() & flags.split():
+            if given[flag].lower() not in _ALLOWED_VALUES.get(flag, _OFF):
+                raise ConfigError(f"{flag} {given[flag]} is not supported: {remedy}.")
     # The flag --task names an example script, such as run_glue, or a task of FinetuneConfig.
     name = _script_name(given)
     task = TASK_OF_SCRIPT.get(name, name or "causal-lm")
@@ -268,14 +257,14 @@ def adjust_to_script_flags(config: FinetuneConfig, given: Mapping[str, Any]) -> 
         ConfigError: If a flag does not agree with another option.
     """
     _check_agreement(config, given)
-    flags_of_reason: dict[str, list[str]] = defaultdict(list)
-    for name in given:
-        if name in IGNORED and _is_on(given, name):
-            flags_of_reason[IGNORED[name]].append(name)
-    ignored = [f"{', '.join(names)}: {reason}" for reason, names in flags_of_reason.items()]
+    notes = []
+    for reason, flags in IGNORED.items():
+        ignored = [flag for flag in flags.split() if _is_on(given, flag)]
+        if ignored:
+            notes.append(f"{', '.join(ignored)}: {reason}")
     if not _uses_script_defaults(given):
-        return ignored
-    notes = ["unset flags have the defaults of the example script (docs/cli.md)", *ignored]
+        return notes
+    notes.append("unset flags have the defaults of the example script (docs/cli.md)")
     if "train_file" in given and config.validation_file is None:
         notes.append(
             f"validation_file: not given, so {config.validation_split_percentage:g} % of the rows "
