@@ -43,7 +43,6 @@ from hf_ga.finetuning.run.run import Run, Setup
 from hf_ga.finetuning.run.scores.evaluation import evaluate_samples, evaluation_windows
 from hf_ga.finetuning.run.scores.readers import make_reader
 from hf_ga.finetuning.run.train_windows import train_windows
-from hf_ga.loading.streams.stream_loader import StreamLoader
 from hf_ga.model.forward import LossFunction, restored_modes, unwrapped
 from hf_ga.parallel.main_weights import loads_on_main
 from hf_ga.parallel.processes import broadcast_from_main, call_on_main, raise_on_all_ranks
@@ -232,7 +231,7 @@ def build_run(setup: Setup) -> Run:
     identity = call_on_main(accelerator, _identity, setup, model, windows.layout.window_size)
     model, optimizer = prepare_with(accelerator, model, optimizer, settings)
     steps_per_epoch = max_steps
-    if not isinstance(windows, StreamLoader):  # a stream has no length
+    if setup.data.stream is None:
         steps_per_epoch = min(len(windows), max_steps)
     return Run(
         **vars(setup),

@@ -142,7 +142,7 @@ def _train_on(
     if result.retries:
         _write(run, OUT_OF_MEMORY.format(run.windows.state.max_elements))
     part_of_epoch = 0.0
-    if hasattr(run.windows, "__len__"):  # a stream has no length
+    if run.data.stream is None:
         part_of_epoch = (window.index + 1) / len(run.windows)
     line = {
         "step": progress.step,

@@ -12,7 +12,6 @@ from typing import Any
 
 from hf_ga.errors import CheckpointError
 from hf_ga.finetuning.run.run import Progress, Run
-from hf_ga.loading.window_loader import WindowLoader
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import load_checkpoint, read_state
 from hf_ga.recovery.files import flush, writing
@@ -162,7 +161,7 @@ def _apply_changed_settings(
     """Apply changed settings (flag `resume_with_changes`) to a run whose weights, moments and
     position were loaded from a checkpoint, and print them.
     """
-    if isinstance(run.windows, WindowLoader):  # a stream's earlier windows are unknown
+    if run.data.stream is None:  # a stream's earlier windows are unknown
         windows_per_epoch = len(run.windows)
         in_this_epoch = min(run.windows.num_consumed, windows_per_epoch)
         progress.num_windows = run.windows.epoch * windows_per_epoch + in_this_epoch
