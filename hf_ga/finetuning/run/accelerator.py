@@ -150,7 +150,7 @@ def tracker_names(report_to: str) -> list[str]:
     return [name for name in names if name in installed]
 
 
-def start_trackers(accelerator: Accelerator, config: FinetuneConfig, *, resumed: bool) -> None:
+def start_trackers(accelerator: Accelerator, config: FinetuneConfig, resumed: bool) -> None:
     """Start the experiment trackers of a fine-tuning run, which record its flags. TensorBoard and
     wandb write to the folder `output_dir/trackers`.
 

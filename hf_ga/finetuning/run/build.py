@@ -219,7 +219,7 @@ def build_run(setup: Setup) -> Run:
         **chosen_loss(setup),
         allow_split_dependent_randomness=config.allow_split_dependent_randomness,
     )
-    samples = samples_to_try(setup.data, "train")
+    samples = samples_to_try(setup.data)
     loss_facts = try_before(accelerator, model, samples, setup.data.collate, settings)
     loss_facts.note_padding(windows.state)
     max_windows = NO_LIMIT
@@ -397,24 +397,23 @@ def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") ->
     return results
 
 
-def samples_to_try(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
-    """Return the samples on which a fine-tuning run tries its model's loss. They are spread over
+def samples_to_try(data: PreparedData) -> Sequence[dict[str, Any]]:
+    """Return the training samples on which a run tries its model's loss. They are spread over
     the whole range of lengths, so that the trial shows whether padding affects the loss, and none
     has weight 0.
 
     Args:
         data: The prepared data.
-        split: The split to take them from.
 
     Returns:
         At most `NUM_TRIED_SAMPLES` samples, sorted by length.
     """
-    dataset = data.splits[split]
+    dataset = data.splits["train"]
     by_length = np.argsort(np.asarray(dataset["length"][:]), kind="stable")
     if "weight" in dataset.column_names:
         weights = np.asarray(dataset["weight"][:])
         by_length = by_length[weights[by_length] > 0]
     count = min(NUM_TRIED_SAMPLES, len(by_length))
     spread = np.linspace(0, len(by_length) - 1, count).astype(int)
-    samples = data.samples(split)
+    samples = data.samples("train")
     return [samples[int(i)] for i in by_length[spread]]

@@ -59,7 +59,6 @@ from hf_ga.parallel.processes import (
     check_agreement,
     end_training,
     main_process_first,
-    raise_on_all_ranks,
 )
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.files import write_json
@@ -173,10 +172,9 @@ def _train(setup: Setup) -> dict[str, Any]:
     if run.compute_metrics is not None and metric != "loss":
         # An evaluation before the first step shows whether the user's function returns the metric.
         check_one_of("metric_for_best_model", f"eval_{metric}", evaluate_split(run, run.model))
-    with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process:
-            prepare_output_dir(config, checkpoint)
-            start_trackers(accelerator, config, resumed=checkpoint is not None)
+    is_resumed = checkpoint is not None
+    call_on_main(accelerator, prepare_output_dir, config, checkpoint)
+    call_on_main(accelerator, start_trackers, accelerator, config, is_resumed)
     if checkpoint:
         forget_other_best(run, progress, checkpoint)
         metrics = run.output_dir / "metrics.jsonl"
@@ -187,10 +185,9 @@ def _train(setup: Setup) -> dict[str, Any]:
     try:
         progress = fit(run, progress)
     except Exception as error:
-        can_be_remedied = isinstance(error, OutOfMemory | NonFinite) or is_out_of_memory(error)
-        if not can_be_remedied:
-            raise
-        raise _with_remedy(run, progress, error) from error
+        if isinstance(error, OutOfMemory | NonFinite) or is_out_of_memory(error):
+            raise _with_remedy(run, progress, error) from error
+        raise
     return _finish(run, progress, seconds=time.perf_counter() - start)
 
 
@@ -289,10 +286,8 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
     if "test" in run.data.splits:
         summary |= evaluate_split(run, run.model, "test")
     expected = expected_outputs(run, run.model)
-    with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process:
-            summary |= save_and_check_trained(run, weights, expected)
-            write_reports(run.output_dir, summary)
+    summary |= call_on_main(accelerator, save_and_check_trained, run, weights, expected)
+    call_on_main(accelerator, write_reports, run.output_dir, summary)
     write_predictions(run, run.model)  # after saving: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)
     end_training(accelerator)

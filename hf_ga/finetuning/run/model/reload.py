@@ -83,7 +83,7 @@ def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
         setup: The setup of the run.
         model: The prepared model.
     """
-    samples = samples_to_try(setup.data, "train")  # sorted by length
+    samples = samples_to_try(setup.data)  # sorted by length
     num_rows = min(NUM_ROWS, len(samples), setup.config.per_device_eval_batch_size)
     indices = np.linspace(0, len(samples) // 2, num_rows).astype(int)
     batch = as_batch(setup.data.collate([samples[i] for i in indices]))
