@@ -130,20 +130,21 @@ def check_saved(
                 for name, parameter in unwrapped(model).named_parameters()
                 if parameter.requires_grad
             }
-            weights = {name: weights[name] for name in trained_names}
-            saved = dict(weights)
+            trained = {name: weights[name] for name in trained_names}
+            dtypes = {}
             found = {name: tensor for name, tensor in found.items() if name in trained_names}
         else:
             if loaded.config.dtype != setup.dtype:
                 raise SavedModelDiffers(f"it loads in {loaded.config.dtype}, not in {setup.dtype}")
-            saved = in_saved_dtype(unwrapped(model), weights, setup.dtype)
             # The temperature of an embedding loss is not part of the saved model.
-            saved.pop(LOG_TEMPERATURE, None)
-        _compare_tensors(found, saved)
+            trained = {name: tensor for name, tensor in weights.items() if name != LOG_TEMPERATURE}
+            parameters = loaded.named_parameters(remove_duplicate=False)
+            dtypes = {name: setup.dtype for name, _ in parameters}
+        _compare_tensors(found, trained, dtypes)
         has_float32_base = loading_dtype(setup) == torch.float32 and not setup.config.load_in_4bit
         if has_float32_base or not is_adapter:
             loaded = loaded.float()  # as in training
-        return _compare_outputs(setup, loaded, weights, expected)
+        return _compare_outputs(setup, loaded, trained, expected)
     except SavedModelDiffers as difference:
         raise _with_remedy(setup, folder, difference) from difference
 
@@ -187,26 +188,15 @@ def _loading() -> Iterator[None]:
         raise SavedModelDiffers(f"it cannot be loaded ({reason})") from error
 
 
-def in_saved_dtype(model: nn.Module, weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights of a run's model, which is trained in float32, as they are saved: with its
-    parameters in the dtype of the pretrained checkpoint.
+def _compare_tensors(loaded: Weights, trained: Weights, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Check that the model that a run saved has the names, shapes and values of the trained model's
+    tensors, in the dtypes in which they were saved (by default, that of training).
     """
-    buffers = {unwrapped_name(name) for name, _ in model.named_buffers()}
-    return {
-        name: tensor if name in buffers or not tensor.is_floating_point() else tensor.to(dtype)
-        for name, tensor in weights.items()
-    }
-
-
-def _compare_tensors(loaded: Weights, saved: Weights) -> None:
-    """Check that the model that a run saved has the names, shapes and values of the tensors that
-    were saved.
-    """
-    differences = dict.fromkeys(saved.keys() - loaded.keys(), "missing")
-    differences |= dict.fromkeys(loaded.keys() - saved.keys(), "not of the trained model")
-    for name in saved.keys() & loaded.keys():
+    differences = dict.fromkeys(trained.keys() - loaded.keys(), "missing")
+    differences |= dict.fromkeys(loaded.keys() - trained.keys(), "not of the trained model")
+    for name in trained.keys() & loaded.keys():
         found = loaded[name]
-        expected = saved[name]
+        expected = trained[name].to(dtypes.get(name, trained[name].dtype))
         if found.shape != expected.shape:
             differences[name] = f"shape {list(found.shape)}, not {list(expected.shape)}"
         elif not torch.equal(found, expected.to(found)):

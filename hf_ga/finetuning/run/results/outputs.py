@@ -17,12 +17,11 @@ from hf_ga.finetuning.run.model.reload import (
     Expected,
     check_saved,
     expected_outputs,
-    in_saved_dtype,
 )
 from hf_ga.finetuning.run.results.report import plot_curves, read_metrics
 from hf_ga.finetuning.run.run import Run, Setup
 from hf_ga.model.forward import unwrapped
-from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.fsdp import is_sharded, unwrapped_name
 from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import call_on_main, raise_on_all_ranks
 from hf_ga.recovery.files import (
@@ -224,7 +223,11 @@ def _save_in_original_dtype(
     """Save the model of a run, which is trained in float32, with its parameters in the dtype of the
     pretrained checkpoint.
     """
-    saved = in_saved_dtype(model, weights, dtype)
+    buffers = {unwrapped_name(name) for name, _ in model.named_buffers()}
+    saved = {
+        name: tensor if name in buffers or not tensor.is_floating_point() else tensor.to(dtype)
+        for name, tensor in weights.items()
+    }
     # The names of a tied weight share one tensor, so that it is saved once.
     for name, source in model.all_tied_weights_keys.items():
         has_both = name in saved and source in saved
