@@ -124,14 +124,13 @@ def check_saved(
             loaded = load(setup, folder)
         found = loaded.state_dict()
         if is_adapter:
-            # An adapter is saved in the dtype in which it was trained.
             trained_names = {
                 unwrapped_name(name)
                 for name, parameter in unwrapped(model).named_parameters()
                 if parameter.requires_grad
             }
             trained = {name: weights[name] for name in trained_names}
-            dtypes = {}
+            dtypes = {}  # an adapter is saved in the dtype in which it was trained
             found = {name: tensor for name, tensor in found.items() if name in trained_names}
         else:
             if loaded.config.dtype != setup.dtype:
