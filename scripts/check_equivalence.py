@@ -136,7 +136,7 @@ def window_samples(config: CheckConfig, data: PreparedData, num_processes: int) 
         data: The tokenized data.
         num_processes: Processes of the check, which set the smallest window (8 samples on one).
     """
-    samples = list(samples_to_try(data, "train"))
+    samples = list(samples_to_try(data))
     max_samples = QUICK_SAMPLES if config.quick else MAX_SAMPLES
     window_size = min(config.layout(num_processes).window_size, max_samples)
     window_size = max(window_size, min_samples(num_processes))

@@ -89,6 +89,18 @@ def broadcast_from_main(accelerator: Accelerator, value: Any) -> Any:
     return value_of_main
 
 
+def call_on_main(accelerator: Accelerator, function: Callable, *arguments: Any) -> Any:
+    """Return `function(*arguments)`, called on the main process only, on all ranks. All ranks must
+    call it.
+
+    Raises:
+        CheckpointError, ConfigError: If the function raised it; on all ranks.
+    """
+    with raise_on_all_ranks(accelerator):
+        result = accelerator.on_main_process(function)(*arguments)
+    return broadcast_from_main(accelerator, result)
+
+
 def end_training(accelerator: Accelerator) -> None:
     """End a run's trackers and its process group. Call it last, on all processes.
 

@@ -8,8 +8,9 @@ import pytest
 from disk_limits import limit_at
 from runs import lines_of, small_config, train
 
+from hf_ga.finetuning.run import loop
 from hf_ga.finetuning.run.flags.cli import finetune_main
-from hf_ga.finetuning.run.results import outputs, report, saving
+from hf_ga.finetuning.run.results import outputs, saving
 from hf_ga.recovery import checkpoint
 from hf_ga.recovery import saving as recovery_saving
 from hf_ga.recovery.checkpoint import list_checkpoints
@@ -43,7 +44,7 @@ CASES = {
         None,
     ),
     "best model": (outputs, "_save_in_original_dtype", 2, 1_000, "best", "checkpoint-2"),
-    "metrics": (report.MetricsFile, "write", 3, 500, "metrics.jsonl", "checkpoint-2"),
+    "metrics": (loop, "write_metrics", 3, 500, "metrics.jsonl", "checkpoint-2"),
     "last model": (outputs, "save_last", 1, 1_000, "model.safetensors", "checkpoint-4"),
     "plot": (outputs, "plot_curves", 1, 1_000, "curves.png", "checkpoint-4"),
     "summary": (outputs, "write_json", 1, 100, "summary.json", "checkpoint-4"),

@@ -20,7 +20,7 @@ from trainers import arguments, make_trainer, word_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer
 
 import hf_ga
-from hf_ga.finetuning.run.flags.arguments import example_script_flags
+from hf_ga.finetuning.run.flags.arguments import SCRIPT_FLAGS
 
 ROOT = Path(__file__).parents[2]
 FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -108,7 +108,7 @@ def test_commands_and_flags_in_the_text_exist():
     tables = PAGES["cli"].partition("## From an example script")[0]
     known = {
         *re.findall(r"--\w+", tables + sources),
-        *(f"--{name}" for name in example_script_flags()),
+        *(f"--{name}" for name in SCRIPT_FLAGS),
         *OF_OTHER_PROGRAMS,
     }
     used = {flag for text in [*COMMANDS, *INLINE] for flag in re.findall(r"(?<!\S)--\w+", text)}

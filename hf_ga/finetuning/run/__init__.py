@@ -27,16 +27,9 @@ PACKAGES = {
 }
 
 
-def _check_packages() -> None:
-    """Raise MissingPackage if a package that every fine-tuning run imports is not installed. The
-    error has the command that installs it.
-    """
-    missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
-    if missing:
-        raise MissingPackage(
-            f"fine-tuning needs packages that are not installed ({', '.join(missing)}): "
-            'pip install "hf_ga[finetune]".'
-        )
-
-
-_check_packages()
+_missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
+if _missing:
+    raise MissingPackage(
+        f"fine-tuning needs packages that are not installed ({', '.join(_missing)}): "
+        'pip install "hf_ga[finetune]".'
+    )

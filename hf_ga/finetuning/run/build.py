@@ -26,7 +26,7 @@ from hf_ga.finetuning.run.losses import (
     WeightedCrossEntropy,
     weights_of_classes,
 )
-from hf_ga.finetuning.run.model.adapters import add_adapters, freeze, is_lora
+from hf_ga.finetuning.run.model.adapters import add_adapters, freeze
 from hf_ga.finetuning.run.model.embeddings import check_embedding, evaluate_embeddings, window_loss
 from hf_ga.finetuning.run.model.models import (
     complete_config,
@@ -43,10 +43,9 @@ from hf_ga.finetuning.run.run import Run, Setup
 from hf_ga.finetuning.run.scores.evaluation import evaluate_samples, evaluation_windows
 from hf_ga.finetuning.run.scores.readers import make_reader
 from hf_ga.finetuning.run.train_windows import train_windows
-from hf_ga.loading.streams.stream_loader import StreamLoader
 from hf_ga.model.forward import LossFunction, restored_modes, unwrapped
 from hf_ga.parallel.main_weights import loads_on_main
-from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
+from hf_ga.parallel.processes import broadcast_from_main, call_on_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.rows.compiling import compile_layers
 from hf_ga.training import NUM_TRIED_SAMPLES, LossSettings, prepare_with, try_before
@@ -220,22 +219,19 @@ def build_run(setup: Setup) -> Run:
         **chosen_loss(setup),
         allow_split_dependent_randomness=config.allow_split_dependent_randomness,
     )
-    samples = samples_to_try(setup.data, "train")
+    samples = samples_to_try(setup.data)
     loss_facts = try_before(accelerator, model, samples, setup.data.collate, settings)
     loss_facts.note_padding(windows.state)
     max_windows = NO_LIMIT
     if config.max_steps is None:
         max_windows = math.ceil(config.num_train_epochs * len(windows))
     max_steps = config.max_steps or max_windows
-    optimizer, scheduler = _optimizer(config, model, max_steps)
-    _print_long_warmup(setup, max_steps)
+    optimizer, scheduler = _optimizer(setup, model, max_steps)
     # Before the weights are sharded, which the main process alone may hold.
-    identity_on_main = accelerator.on_main_process(_identity)
-    identity = identity_on_main(setup, model, windows.layout.window_size)
-    identity = broadcast_from_main(accelerator, identity)
+    identity = call_on_main(accelerator, _identity, setup, model, windows.layout.window_size)
     model, optimizer = prepare_with(accelerator, model, optimizer, settings)
     steps_per_epoch = max_steps
-    if not isinstance(windows, StreamLoader):  # a stream has no length
+    if setup.data.stream is None:
         steps_per_epoch = min(len(windows), max_steps)
     return Run(
         **vars(setup),
@@ -265,50 +261,33 @@ def _print_size(setup: Setup, model: Any) -> None:
 
 
 def _optimizer(
-    config: FinetuneConfig, model: nn.Module, max_steps: int
+    setup: Setup, model: nn.Module, max_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Build the optimizer and the learning rate schedule of a fine-tuning run from its flags."""
+    """Build the optimizer and the learning rate schedule of a fine-tuning run from its flags. Print
+    a warning if the run ends before its warmup does.
+    """
+    config = setup.config
     learning_rate = config.learning_rate
     if learning_rate is None and config.has_adapters:
         learning_rate = 2e-4
     elif learning_rate is None:
         learning_rate = 1e-3 if config.model_name_or_path is None else 5e-5
-    adam_settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if config.optim in ADAM:
-        adam_settings["betas"] = (config.adam_beta1, config.adam_beta2)
-        adam_settings["eps"] = config.adam_epsilon
-    optimizer = build_optimizer(
-        model, config.optim, learning_rate, config.weight_decay, **adam_settings
-    )
-    warmup_steps = warmup_steps_of(config, max_steps)
-    return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
-
-
-def warmup_steps_of(config: FinetuneConfig, max_steps: int) -> int:
-    """Return a run's number of optimizer steps of linear warmup. If the flag `warmup_steps` is
-    below 1, it is a fraction of all steps.
-
-    >>> warmup_steps_of(FinetuneConfig(warmup_steps=0.1), max_steps=75)
-    8
-    """
+        betas = (config.adam_beta1, config.adam_beta2)
+        settings = {"betas": betas, "eps": config.adam_epsilon}
+    optimizer = build_optimizer(model, config.optim, learning_rate, config.weight_decay, **settings)
+    warmup_steps = int(config.warmup_steps)
     if config.warmup_steps < 1:
-        return math.ceil(config.warmup_steps * max_steps)
-    return int(config.warmup_steps)
-
-
-def _print_long_warmup(setup: Setup, max_steps: int) -> None:
-    """Print a warning if the run ends before its warmup does, so that the learning rate never
-    reaches the flag `learning_rate`.
-    """
-    warmup_steps = warmup_steps_of(setup.config, max_steps)
-    has_warmup = setup.config.lr_scheduler_type != "constant"
-    if has_warmup and warmup_steps >= max_steps:
+        warmup_steps = math.ceil(config.warmup_steps * max_steps)
+    if config.lr_scheduler_type != "constant" and warmup_steps >= max_steps:
         print_fact(
             setup.accelerator,
             "warning",
             f"{warmup_steps} warmup steps, but only {max_steps} optimizer steps: the learning rate",
             "never reaches its peak. Lower --warmup_steps (0.1: a tenth of all), or train longer.",
         )
+    return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
 
 
 def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any]:
@@ -329,7 +308,7 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
     identity |= setup.data.identity
     identity["mixed_precision"] = setup.accelerator.mixed_precision
     identity["base_model"] = None
-    if is_lora(model):  # its checkpoints have the adapter only
+    if config.has_adapters:  # its checkpoints have the adapter only
         named = unwrapped(model).named_parameters(remove_duplicate=False)
         frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
         identity["base_model"] = state_sha256(frozen)
@@ -418,24 +397,23 @@ def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") ->
     return results
 
 
-def samples_to_try(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
-    """Return the samples on which a fine-tuning run tries its model's loss. They are spread over
+def samples_to_try(data: PreparedData) -> Sequence[dict[str, Any]]:
+    """Return the training samples on which a run tries its model's loss. They are spread over
     the whole range of lengths, so that the trial shows whether padding affects the loss, and none
     has weight 0.
 
     Args:
         data: The prepared data.
-        split: The split to take them from.
 
     Returns:
         At most `NUM_TRIED_SAMPLES` samples, sorted by length.
     """
-    dataset = data.splits[split]
+    dataset = data.splits["train"]
     by_length = np.argsort(np.asarray(dataset["length"][:]), kind="stable")
     if "weight" in dataset.column_names:
         weights = np.asarray(dataset["weight"][:])
         by_length = by_length[weights[by_length] > 0]
     count = min(NUM_TRIED_SAMPLES, len(by_length))
     spread = np.linspace(0, len(by_length) - 1, count).astype(int)
-    samples = data.samples(split)
+    samples = data.samples("train")
     return [samples[int(i)] for i in by_length[spread]]

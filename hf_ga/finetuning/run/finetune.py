@@ -3,7 +3,6 @@
 All processes run it together; the main process writes and prints.
 """
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,13 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from datasets.fingerprint import Hasher
 from torch import nn
 from transformers import EvalPrediction
 
 from hf_ga.errors import HfGaError, NonFinite, OutOfMemory
 from hf_ga.finetuning.data.data import PreparedData, prepare_unlabelled
 from hf_ga.finetuning.data.showing import sample_lines
-from hf_ga.finetuning.run.accelerator import check_sharded, make_accelerator, precision_name
+from hf_ga.finetuning.run.accelerator import (
+    check_sharded,
+    make_accelerator,
+    precision_name,
+    start_trackers,
+)
 from hf_ga.finetuning.run.build import (
     build_model,
     build_run,
@@ -42,20 +47,18 @@ from hf_ga.finetuning.run.results.report import (
     describe_world_change,
     print_fact,
     print_results,
-    read_metrics,
 )
 from hf_ga.finetuning.run.results.saving import forget_other_best, resume
-from hf_ga.finetuning.run.results.trackers import start_trackers
 from hf_ga.finetuning.run.run import Progress, Run, Setup
 from hf_ga.finetuning.run.train_windows import padding_ratio, planned_lengths
 from hf_ga.loading.memory import is_out_of_memory
 from hf_ga.parallel.prepare import full_state_dict, prepare
 from hf_ga.parallel.processes import (
     broadcast_from_main,
+    call_on_main,
     check_agreement,
     end_training,
     main_process_first,
-    raise_on_all_ranks,
 )
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.files import write_json
@@ -122,11 +125,10 @@ def finetune(
     config.check(has_own_metrics=compute_metrics is not None)
     accelerator = make_accelerator(config)
     if config.eval_only:  # only adds files to the folder
-        setup = _prepare_and_print(config, accelerator, functions)
-        return _evaluate_only(setup)
+        return _evaluate_only(_prepare_and_print(config, accelerator, functions))
     with only_run_in(Path(config.output_dir), accelerator):
         config.check_output_dir()  # again under the lock: another run may have used it since
-        return _train(config, accelerator, functions)
+        return _train(_prepare_and_print(config, accelerator, functions))
 
 
 def _prepare_and_print(
@@ -139,8 +141,7 @@ def _prepare_and_print(
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     check_sharded(config, accelerator)
     if config.push_to_hub:
-        with raise_on_all_ranks(accelerator):
-            accelerator.on_main_process(check_login)(config)
+        call_on_main(accelerator, check_login, config)
     # The other processes read the main one's downloads and tokenized data from caches.
     with main_process_first(accelerator):
         setup = prepare_setup(config, accelerator, **functions)
@@ -155,16 +156,13 @@ def _prepare_and_print(
     return setup
 
 
-def _train(
-    config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]
-) -> dict[str, Any]:
+def _train(setup: Setup) -> dict[str, Any]:
     """Carry out a fine-tuning run: train, from the beginning or from a checkpoint, and save."""
-    setup = _prepare_and_print(config, accelerator, functions)
+    config = setup.config
+    accelerator = setup.accelerator
     checkpoint: Path | None = None
     if config.resume_from_checkpoint is not None:
-        checkpoint = find_checkpoint(
-            accelerator, Path(config.output_dir), config.resume_from_checkpoint
-        )
+        checkpoint = find_checkpoint(accelerator, setup.output_dir, config.resume_from_checkpoint)
     run = build_run(setup)
     found = f"{run.loss_facts.terms}, width {run.loss_facts.pad_to_window}"
     check_agreement(accelerator, "loss", found)
@@ -174,25 +172,22 @@ def _train(
     if run.compute_metrics is not None and metric != "loss":
         # An evaluation before the first step shows whether the user's function returns the metric.
         check_one_of("metric_for_best_model", f"eval_{metric}", evaluate_split(run, run.model))
-    with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process:
-            prepare_output_dir(config, checkpoint)
-            start_trackers(accelerator, config, resumed=checkpoint is not None)
+    is_resumed = checkpoint is not None
+    call_on_main(accelerator, prepare_output_dir, config, checkpoint)
+    call_on_main(accelerator, start_trackers, accelerator, config, is_resumed)
     if checkpoint:
         forget_other_best(run, progress, checkpoint)
-        if accelerator.is_main_process:
-            metrics = run.output_dir / "metrics.jsonl"
-            change = describe_world_change(metrics, progress.step, accelerator.num_processes)
-            if change is not None:
-                print_fact(accelerator, "processes", change)
+        metrics = run.output_dir / "metrics.jsonl"
+        change = describe_world_change(metrics, progress.step, accelerator.num_processes)
+        if change is not None:
+            print_fact(accelerator, "processes", change)
     start = time.perf_counter()
     try:
         progress = fit(run, progress)
     except Exception as error:
-        can_be_remedied = isinstance(error, OutOfMemory | NonFinite) or is_out_of_memory(error)
-        if not can_be_remedied:
-            raise
-        raise _with_remedy(run, progress, error) from error
+        if isinstance(error, OutOfMemory | NonFinite) or is_out_of_memory(error):
+            raise _with_remedy(run, progress, error) from error
+        raise
     return _finish(run, progress, seconds=time.perf_counter() - start)
 
 
@@ -232,29 +227,22 @@ def _print_plan(run: Run) -> None:
     draws = "none"
     if facts.draws:
         draws = f"{', '.join(facts.draws)}; they depend only on seed, epoch and sample"
+    ratio = padding_ratio(run.windows, planned_lengths(run.data))
+    max_tokens = run.windows.splitter.planner.max_tokens
+    padding = f"{ratio:.2f} times the real tokens; at most {max_tokens:,} per micro-batch, padding "
+    padding += "included"
+    if facts.pad_to_window:
+        padding += "; every micro-batch as wide as its window"
     speed_ups = ", ".join(facts.speed_ups.names) or "none"
     print_fact(accelerator, "layout", run.windows.layout)
     print_fact(accelerator, "loss", *facts.terms)
     print_fact(accelerator, "draws", draws)
     print_fact(accelerator, "precision", precision_name(accelerator))
-    print_fact(accelerator, "padding", _describe_padding(run))
+    print_fact(accelerator, "padding", padding)
     if run.config.same_bits:
         chunks = f"the same in any layout, in chunks of {run.config.same_bits} samples"
         print_fact(accelerator, "bits", chunks)
     print_fact(accelerator, "speed-ups", speed_ups)
-
-
-def _describe_padding(run: Run) -> str:
-    """Return the line of a run's log on the padding ratio and on the maximum number of tokens,
-    padding included, in a micro-batch.
-    """
-    ratio = padding_ratio(run.windows, planned_lengths(run.data))
-    max_tokens = run.windows.splitter.planner.max_tokens
-    line = f"{ratio:.2f} times the real tokens; at most {max_tokens:,} per micro-batch, padding "
-    line += "included"
-    if run.loss_facts.pad_to_window:
-        line += "; every micro-batch as wide as its window"
-    return line
 
 
 def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
@@ -283,12 +271,8 @@ def _hash_of_samples(data: PreparedData) -> str:
     """Hash the data that all processes of a run must have loaded alike: the training samples, the
     labels, and the lengths of all splits, on which the split into micro-batches depends.
     """
-    digest = hashlib.sha256()
-    digest.update(data.content_hash.encode())
-    digest.update(repr(data.labels).encode())
-    for dataset in data.splits.values():
-        digest.update(np.asarray(dataset["length"][:]).tobytes())
-    return digest.hexdigest()[:16]
+    lengths = [np.asarray(dataset["length"][:]) for dataset in data.splits.values()]
+    return Hasher.hash([data.content_hash, data.labels, lengths])
 
 
 def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
@@ -302,10 +286,8 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
     if "test" in run.data.splits:
         summary |= evaluate_split(run, run.model, "test")
     expected = expected_outputs(run, run.model)
-    with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process:
-            summary |= save_and_check_trained(run, weights, expected)
-            write_reports(run.output_dir, summary)
+    summary |= call_on_main(accelerator, save_and_check_trained, run, weights, expected)
+    call_on_main(accelerator, write_reports, run.output_dir, summary)
     write_predictions(run, run.model)  # after saving: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)
     end_training(accelerator)
@@ -333,7 +315,8 @@ def _summary(
     """
     state = run.windows.state
     return {
-        **_last_metrics(run),
+        "train_loss": progress.train_loss,
+        **progress.last_metrics,
         f"best_eval_{run.config.metric_for_best_model}": progress.best_metric,
         "steps": progress.step,
         "stopped_early": stopped_early(run, progress),
@@ -365,20 +348,6 @@ def _facts(setup: Setup) -> dict[str, Any]:
         "versions": versions(),
         "config": setup.config.to_dict(),
     }
-
-
-def _last_metrics(run: Run) -> dict[str, Any]:
-    """Return, from a run's metrics.jsonl, the training loss of the last window that made a step
-    (None if none did), and the metrics of the evaluation after the last window.
-    """
-    metrics = []
-    if run.accelerator.is_main_process:
-        metrics = read_metrics(run.output_dir / "metrics.jsonl")
-    losses = [line["loss"] for line in metrics if line["loss"] is not None]
-    last: dict[str, Any] = {"train_loss": losses[-1] if losses else None}
-    if metrics:
-        last |= {name: value for name, value in metrics[-1].items() if name.startswith("eval_")}
-    return last
 
 
 def _evaluate_only(setup: Setup) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from tqdm.auto import tqdm
 
 from hf_ga.errors import DataError, RunStopped
 from hf_ga.finetuning.run.build import evaluate_split
-from hf_ga.finetuning.run.model.adapters import is_lora
 from hf_ga.finetuning.run.results.outputs import save_and_check_best
-from hf_ga.finetuning.run.results.report import MetricsFile
+from hf_ga.finetuning.run.results.report import cut_metrics, write_metrics
 from hf_ga.finetuning.run.results.saving import save
 from hf_ga.finetuning.run.run import Progress, Run
 from hf_ga.loading.batches import count_tokens
@@ -48,17 +47,24 @@ def fit(run: Run, progress: Progress) -> Progress:
         SavedModelDiffers: If `best/` is not the model that was saved there.
         RunStopped: If a signal stopped the run; it is saved.
     """
-    path = run.output_dir / "metrics.jsonl" if run.accelerator.is_main_process else None
-    metrics = MetricsFile(path, progress.metrics_size)
+    if run.accelerator.is_main_process:
+        cut_metrics(run.output_dir / "metrics.jsonl", progress.metrics_size)
     run.model.train()
     must_stop = False
     saver = CheckpointSaver(
         run.accelerator,
         run.output_dir,
         keep=run.config.save_total_limit,
-        trained_only=is_lora(run.model),  # frozen weights are in the base model
+        trained_only=run.config.has_adapters,  # frozen weights are in the base model
     )
-    with _progress_bar(run, progress) as bar, stop_requests() as request, saver:
+    bar = tqdm(
+        total=run.max_steps,
+        initial=progress.step,
+        bar_format=BAR,
+        dynamic_ncols=True,
+        disable=not run.accelerator.is_main_process,
+    )
+    with bar, stop_requests() as request, saver:
         while not must_stop and not _is_finished(run, progress):
             for window in run.windows:
                 line, must_stop = _train_on(run, progress, window, request)
@@ -67,7 +73,7 @@ def fit(run: Run, progress: Progress) -> Progress:
                     bar.update()
                 if _is_due(run, progress, line, every=run.eval_steps):
                     line |= _evaluate(run, progress)
-                _log(run, progress, line, metrics)
+                _log(run, progress, line)
                 # After the evaluation, on which early stopping depends.
                 if must_stop or _is_due(run, progress, line, every=run.save_steps):
                     save(run, progress, saver)
@@ -80,19 +86,6 @@ def fit(run: Run, progress: Progress) -> Progress:
     return progress
 
 
-def _progress_bar(run: Run, progress: Progress) -> tqdm:
-    """Return the progress bar of a fine-tuning run, which counts optimizer steps. Only the main
-    process shows it.
-    """
-    return tqdm(
-        total=run.max_steps,
-        initial=progress.step,
-        bar_format=BAR,
-        dynamic_ncols=True,
-        disable=not run.accelerator.is_main_process,
-    )
-
-
 def _is_due(run: Run, progress: Progress, line: dict[str, Any], every: int) -> bool:
     """Return whether the training loop evaluates, or saves, after a window: every so many steps,
     and at the end of the run.
@@ -102,12 +95,12 @@ def _is_due(run: Run, progress: Progress, line: dict[str, Any], every: int) -> b
     return not line["skipped"] and progress.step % every == 0
 
 
-def _log(run: Run, progress: Progress, line: dict[str, Any], metrics: MetricsFile) -> None:
+def _log(run: Run, progress: Progress, line: dict[str, Any]) -> None:
     """Write the line of a window to metrics.jsonl, pass its numbers to trackers and the whole line
     to the user's `on_step`.
     """
-    metrics.write(**line)
-    progress.metrics_size = metrics.size
+    if run.accelerator.is_main_process:
+        progress.metrics_size = write_metrics(run.output_dir / "metrics.jsonl", line)
     numbers = {name: line[name] for name in line if type(line[name]) in (int, float)}
     numbers.pop("step")
     run.accelerator.log(numbers, step=progress.step)
@@ -144,10 +137,12 @@ def _train_on(
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
     if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
         raise DataError(_why_skipped(window, result))
+    if not result.skipped:
+        progress.train_loss = loss
     if result.retries:
         _write(run, OUT_OF_MEMORY.format(run.windows.state.max_elements))
     part_of_epoch = 0.0
-    if hasattr(run.windows, "__len__"):  # a stream has no length
+    if run.data.stream is None:
         part_of_epoch = (window.index + 1) / len(run.windows)
     line = {
         "step": progress.step,
@@ -215,6 +210,7 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     and print the metrics.
     """
     results = evaluate_split(run, run.model)
+    progress.last_metrics = results
     value = results[f"eval_{run.config.metric_for_best_model}"]
     progress.evaluations_since_best += 1
     best = progress.best_metric

@@ -131,4 +131,4 @@ def _balanced_weights(train: Dataset, labels: list[str]) -> list[float]:
             f"row has the label {', '.join(missing)}: add such rows, or give class_weights "
             f"{len(labels)} numbers."
         )
-    return [float(counts.sum() / (len(labels) * count)) for count in counts]
+    return (counts.sum() / (len(labels) * counts)).tolist()

@@ -27,9 +27,10 @@ class Progress:
         num_skipped: Number of windows without an optimizer step: their loss or gradient was not
             finite, or their samples had no targets.
         skipped_in_a_row: Number of windows skipped since the last optimizer step.
+        train_loss: Loss of the last window that made a step.
+        last_metrics: Metrics of the last evaluation, named `eval_...`.
         best_metric: Best value so far of `metric_for_best_model`. None: not evaluated yet.
-        best_check: Results of loading the saved folder `best/` again and comparing the model. None
-            on all processes except the main one.
+        best_check: Results of loading the saved folder `best/` again and comparing the model.
         evaluations_since_best: Number of evaluations since the best one, for early stopping.
         metrics_size: Size of metrics.jsonl in bytes.
         changes: Settings changed on resume with --resume_with_changes, each as `name old -> new`.
@@ -39,6 +40,8 @@ class Progress:
     num_windows: int = 0
     num_skipped: int = 0
     skipped_in_a_row: int = 0
+    train_loss: float | None = None
+    last_metrics: dict[str, float] = field(default_factory=dict)
     best_metric: float | None = None
     best_check: dict[str, float] | None = None
     evaluations_since_best: int = 0

@@ -12,7 +12,7 @@ from runs import job_config, lines_of, train_job
 
 from hf_ga.finetuning.data.encoding.collation import collate_ids
 from hf_ga.finetuning.run.build import prepare_setup
-from hf_ga.finetuning.run.scores.metrics import TEXT_METRICS
+from hf_ga.finetuning.run.scores.metrics import TEXT_METRICS, compute
 from hf_ga.finetuning.run.scores.readers import generated_targets
 
 NAME = "translations"
@@ -120,8 +120,7 @@ def test_metrics_of_generated_texts(place, trained, tmp_path):
     ]
     texts = [row["prediction"]["text"] for row in rows]
     targets = [row["target"] for row in rows]
-    for name, metric in TEXT_METRICS.items():
-        computed = metric(keep_in_memory=True).compute(predictions=texts, references=targets)
-        assert computed == {name: pytest.approx(results[f"eval_{name}"])}
+    for name, value in compute(TEXT_METRICS, zip(texts, targets, strict=True)).items():
+        assert value == pytest.approx(results[f"eval_{name}"])
     assert 0 < results["eval_rougeL"] < 1  # the control: neither is what any text would give
     assert lines_of(trained)[-1]["eval_rougeL"] == pytest.approx(results["eval_rougeL"], rel=1e-6)

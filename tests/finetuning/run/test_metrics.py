@@ -14,14 +14,13 @@ from hf_ga.finetuning.run.scores.metrics import (
     ENTITY_METRICS,
     METRICS,
     TEXT_METRICS,
+    compute,
 )
 from hf_ga.finetuning.run.scores.readers import are_entities, read_logits
 
 
 def score(metric, references, predictions):
-    (value,) = (
-        metric(keep_in_memory=True).compute(predictions=predictions, references=references).values()
-    )
+    (value,) = compute({"it": metric}, zip(predictions, references, strict=True)).values()
     assert type(value) is float
     return value
 
@@ -145,8 +144,9 @@ def compared(logits, labels):
     """Of all samples together."""
     outputs = SimpleNamespace(logits=torch.from_numpy(logits))
     micro_batch = SimpleNamespace(batch={"labels": torch.from_numpy(labels)})
-    predictions, references = read_logits(outputs, {}, micro_batch)
-    assert len(predictions) == len(references) == len(labels)
+    pairs = read_logits(outputs, {}, micro_batch)
+    assert len(pairs) == len(labels)
+    predictions, references = zip(*pairs, strict=True)
     return np.concatenate(predictions), np.concatenate(references)
 
 

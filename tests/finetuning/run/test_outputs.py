@@ -99,7 +99,8 @@ def test_a_run_fits_one_screen(place, monkeypatch, capsys):
     ] == []
     summary = json.loads((place / "printed" / "summary.json").read_text())
     names, *rows = (
-        line.split() for line in lines[lines.index("results             loss  perplexity") :][:4]
+        line.split()
+        for line in lines[lines.index("results                 loss  perplexity") :][:4]
     )
     assert names == ["results", "loss", "perplexity"]
     assert rows[0] == ["last", "step", f"{summary['train_loss']:.4f}"]

@@ -12,8 +12,8 @@ from runs import lines_of, small_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hf_ga
+from hf_ga.finetuning.run.accelerator import tracker_names
 from hf_ga.finetuning.run.flags.cli import parse_config
-from hf_ga.finetuning.run.results.trackers import tracker_names
 
 TOKEN = "hf_TheSecret"
 PAGE = (Path(__file__).parents[3] / "docs/finetune.md").read_text()
@@ -174,7 +174,7 @@ def test_a_tracker_that_cannot_start_stops_the_run_before_it_begins(place, tmp_p
 
 def test_names_of_trackers(monkeypatch):
     monkeypatch.setattr(
-        "hf_ga.finetuning.run.results.trackers.get_available_trackers",
+        "hf_ga.finetuning.run.accelerator.get_available_trackers",
         lambda: ["tensorboard", "aim"],
     )
     assert tracker_names("none") == tracker_names("") == []

@@ -138,9 +138,9 @@ def test_mean_over_questions_not_windows():
 
     spans = [span("red", 5.0), span("blue", 4.0), span("green", 3.0), span("red", 1.0)]
     references = [["red"]] * 3 + [["the green sea"]]
-    found = answer_metrics([0, 1, 2, 0], spans, references)
+    found = answer_metrics([0, 1, 2, 0], references, spans)
     assert found == {"exact_match": 0.5, "f1": 0.5}
-    other = answer_metrics([0, 0, 0, 0], spans, references)  # the control: four questions
+    other = answer_metrics([0, 0, 0, 0], references, spans)  # the control: four questions
     assert other["exact_match"] == 0.25
 
 

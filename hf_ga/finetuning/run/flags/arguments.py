@@ -7,7 +7,6 @@ them, those in IGNORED have no effect, which the run prints, and those in REFUSE
 unless their value changes nothing.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +14,6 @@ from hf_ga.errors import ConfigError
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
 from hf_ga.finetuning.run.flags.config_checks import check_one_of
 from hf_ga.finetuning.run.model.models import load_base_config, num_positions
-
-
-def _by_flag(flags_of_reason: Mapping[str, str]) -> dict[str, str]:
-    """Invert a table of reasons, each with its flags separated by spaces: flag -> reason."""
-    return {name: reason for reason, names in flags_of_reason.items() for name in names.split()}
-
 
 # Example script -> task. The flag --task takes the names of both; those of scripts also with the
 # suffix _no_trainer.
@@ -44,8 +37,6 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "seed": 42,
 }
-# The interval of evaluations or checkpoints with the strategy `steps`.
-STEPS_OF_STRATEGY = 500
 # The scripts' default maximum lengths of samples in tokens.
 MAX_LENGTHS = {
     "text-classification": 128,
@@ -53,14 +44,6 @@ MAX_LENGTHS = {
     "multi-label": 128,
     "question-answering": 384,
 }
-OTHER_MAX_LENGTH = 1024
-# The _no_trainer scripts of these tasks have a shorter default.
-SHORT_IN_NO_TRAINER = ("token-classification", "multiple-choice")
-NO_TRAINER_MAX_LENGTH = 128
-# The scripts' default maximum length of a target of seq2seq, and overlap of two windows of a
-# question's context, in tokens.
-MAX_TARGET_LENGTH = 128
-DOC_STRIDE = 128
 
 # Flag -> the option of FinetuneConfig with the same meaning and values.
 RENAMED = {
@@ -101,104 +84,98 @@ REQUIRED = {
     "tokenizer_name": "must equal --model_name_or_path: save configuration, tokenizer and "
     "weights in one folder",
 }
-# Accepted without an effect: flag -> what happens instead, which the run prints.
-IGNORED = _by_flag(
-    {
-        "metrics.jsonl has every optimizer step": """
-            logging_strategy logging_steps logging_first_step logging_nan_inf_filter
-            include_num_input_tokens_seen
-        """,
-        "messages only": "log_level log_level_replica log_on_each_node disable_tqdm",
-        "padding never changes the update": "pad_to_max_length",
-        "when memory runs out, micro-batches become smaller; the update is the same": (
-            "auto_find_batch_size torch_empty_cache_steps"
-        ),
-        "speed only, and hf_ga chooses its own speed-ups": """
-            use_liger_kernel liger_kernel_config use_cache dataloader_pin_memory
-            dataloader_persistent_workers dataloader_prefetch_factor
-            dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
-            ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph low_cpu_mem_usage
-            preprocessing_num_workers overwrite_cache skip_memory_metrics
-        """,
-        "results do not depend on how an evaluation is split, and have all metrics": """
-            eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics
-            include_for_metrics prediction_loss_only return_entity_level_metrics
-        """,
-        "`accelerate launch` sets it": "local_rank ddp_backend ddp_timeout",
-        "checkpoints are complete, and written on a stop signal": """
-            save_only_model enable_jit_checkpoint save_on_each_node save_safetensors
-            restore_callback_states_from_checkpoint
-        """,
-        "columns are chosen by their role": "remove_unused_columns length_column_name",
-        "the model is uploaded once, after the run": "hub_always_push",
-        "a head for other labels is always replaced": "ignore_mismatched_sizes",
-        "rows without an answer are always allowed": "version_2_with_negative",
-        "an output_dir with another run is never overwritten": "overwrite_output_dir",
-        "output_dir has the last model, best/ the best one": "load_best_model_at_end",
-        "evaluations begin with the first epoch": "eval_delay eval_on_start",
-        "batches are random, their micro-batches have similar lengths": (
-            "group_by_length sortish_sampler"
-        ),
-        "the best span is the answer": "n_best_size",
-        "answers of any length are predicted": "max_answer_length",
-        "no answer is predicted where it is the best span": "null_score_diff_threshold",
-        "texts end with the end-of-text token, not with a line break": "keep_linebreaks",
-    }
-)
-# Not supported: flag -> remedy.
-REFUSED = _by_flag(
-    {
-        "use a schedule that needs only the numbers of steps": "lr_scheduler_kwargs",
-        "omit it: only adam_beta1, adam_beta2, adam_epsilon and weight_decay can be set": (
-            "optim_args"
-        ),
-        "use lora_target_modules": "optim_target_modules",
-        "omit it: every update averages over all targets of the global batch": (
-            "average_tokens_across_devices"
-        ),
-        "use bf16 or fp16, for training and evaluation": (
-            "bf16_full_eval fp16_full_eval fp16_opt_level"
-        ),
-        "use gradient_checkpointing alone": (
-            "gradient_checkpointing_kwargs activation_checkpointing_kwargs"
-        ),
-        "use torch_compile alone": "torch_compile_backend torch_compile_mode",
-        "omit it: its noise depends on the padding": "neftune_noise_alpha",
-        "omit it: the upload is to the branch main": "hub_revision",
-        "set the environment variable, such as TRACKIO_SPACE_ID": (
-            "trackio_space_id trackio_bucket_id trackio_static_space_id"
-        ),
-        "omit it: a resumed run continues at the next sample": "ignore_data_skip",
-        "set ACCELERATE_USE_CPU=true, or use `accelerate launch --cpu`": "use_cpu no_cuda",
-        "use `accelerate launch` with a profile of accelerate_configs/ (FSDP instead of "
-        "DeepSpeed)": "accelerator_config parallelism_config fsdp fsdp_config deepspeed",
-        "omit it: on a non-finite loss the run stops and names the sample": "debug",
-        "use label_column": "label_names",
-        "omit it: batches are random, their micro-batches have similar lengths": (
-            "train_sampling_strategy"
-        ),
-        "use max_new_tokens and num_beams": "generation_config",
-        "build it with from_config, save it with its tokenizer, and set model_name_or_path": (
-            "model_type config_overrides"
-        ),
-        "set HF_HOME": "cache_dir",
-        "set model_name_or_path to the folder that `hf download --revision` prints": (
-            "model_revision"
-        ),
-        "log in with `hf auth login`, or set HF_TOKEN": "token use_auth_token hub_token",
-        "omit it: a fast tokenizer is used where there is one": (
-            "use_fast_tokenizer use_slow_tokenizer"
-        ),
-        "use bf16 or fp16: weights are float32, autocast computes in another precision": (
-            "torch_dtype dtype"
-        ),
-        "use a max_length within the model's positions": "resize_position_embeddings",
-        "save the tokenizer with its language codes set, and forced_bos_token_id in the "
-        "generation config": "lang forced_bos_token",
-        "omit it: padding is never a target": "ignore_pad_token_for_loss",
-        "omit it: a tag counts at the first token of its word": "label_all_tokens",
-    }
-)
+# Accepted without an effect: what happens instead, which the run prints -> flags.
+IGNORED = {
+    "metrics.jsonl has every optimizer step": """
+        logging_strategy logging_steps logging_first_step logging_nan_inf_filter
+        include_num_input_tokens_seen
+    """,
+    "messages only": "log_level log_level_replica log_on_each_node disable_tqdm",
+    "padding never changes the update": "pad_to_max_length",
+    "when memory runs out, micro-batches become smaller; the update is the same": (
+        "auto_find_batch_size torch_empty_cache_steps"
+    ),
+    "speed only, and hf_ga chooses its own speed-ups": """
+        use_liger_kernel liger_kernel_config use_cache dataloader_pin_memory
+        dataloader_persistent_workers dataloader_prefetch_factor
+        dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
+        ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph low_cpu_mem_usage
+        preprocessing_num_workers overwrite_cache skip_memory_metrics
+    """,
+    "results do not depend on how an evaluation is split, and have all metrics": """
+        eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics
+        include_for_metrics prediction_loss_only return_entity_level_metrics
+    """,
+    "`accelerate launch` sets it": "local_rank ddp_backend ddp_timeout",
+    "checkpoints are complete, and written on a stop signal": """
+        save_only_model enable_jit_checkpoint save_on_each_node save_safetensors
+        restore_callback_states_from_checkpoint
+    """,
+    "columns are chosen by their role": "remove_unused_columns length_column_name",
+    "the model is uploaded once, after the run": "hub_always_push",
+    "a head for other labels is always replaced": "ignore_mismatched_sizes",
+    "rows without an answer are always allowed": "version_2_with_negative",
+    "an output_dir with another run is never overwritten": "overwrite_output_dir",
+    "output_dir has the last model, best/ the best one": "load_best_model_at_end",
+    "evaluations begin with the first epoch": "eval_delay eval_on_start",
+    "batches are random, their micro-batches have similar lengths": (
+        "group_by_length sortish_sampler"
+    ),
+    "the best span is the answer": "n_best_size",
+    "answers of any length are predicted": "max_answer_length",
+    "no answer is predicted where it is the best span": "null_score_diff_threshold",
+    "texts end with the end-of-text token, not with a line break": "keep_linebreaks",
+}
+# Not supported: remedy -> flags.
+REFUSED = {
+    "use a schedule that needs only the numbers of steps": "lr_scheduler_kwargs",
+    "omit it: only adam_beta1, adam_beta2, adam_epsilon and weight_decay can be set": (
+        "optim_args"
+    ),
+    "use lora_target_modules": "optim_target_modules",
+    "omit it: every update averages over all targets of the global batch": (
+        "average_tokens_across_devices"
+    ),
+    "use bf16 or fp16, for training and evaluation": (
+        "bf16_full_eval fp16_full_eval fp16_opt_level"
+    ),
+    "use gradient_checkpointing alone": (
+        "gradient_checkpointing_kwargs activation_checkpointing_kwargs"
+    ),
+    "use torch_compile alone": "torch_compile_backend torch_compile_mode",
+    "omit it: its noise depends on the padding": "neftune_noise_alpha",
+    "omit it: the upload is to the branch main": "hub_revision",
+    "set the environment variable, such as TRACKIO_SPACE_ID": (
+        "trackio_space_id trackio_bucket_id trackio_static_space_id"
+    ),
+    "omit it: a resumed run continues at the next sample": "ignore_data_skip",
+    "set ACCELERATE_USE_CPU=true, or use `accelerate launch --cpu`": "use_cpu no_cuda",
+    "use `accelerate launch` with a profile of accelerate_configs/ (FSDP instead of "
+    "DeepSpeed)": "accelerator_config parallelism_config fsdp fsdp_config deepspeed",
+    "omit it: on a non-finite loss the run stops and names the sample": "debug",
+    "use label_column": "label_names",
+    "omit it: batches are random, their micro-batches have similar lengths": (
+        "train_sampling_strategy"
+    ),
+    "use max_new_tokens and num_beams": "generation_config",
+    "build it with from_config, save it with its tokenizer, and set model_name_or_path": (
+        "model_type config_overrides"
+    ),
+    "set HF_HOME": "cache_dir",
+    "set model_name_or_path to the folder that `hf download --revision` prints": ("model_revision"),
+    "log in with `hf auth login`, or set HF_TOKEN": "token use_auth_token hub_token",
+    "omit it: a fast tokenizer is used where there is one": (
+        "use_fast_tokenizer use_slow_tokenizer"
+    ),
+    "use bf16 or fp16: weights are float32, autocast computes in another precision": (
+        "torch_dtype dtype"
+    ),
+    "use a max_length within the model's positions": "resize_position_embeddings",
+    "save the tokenizer with its language codes set, and forced_bos_token_id in the "
+    "generation config": "lang forced_bos_token",
+    "omit it: padding is never a target": "ignore_pad_token_for_loss",
+    "omit it: a tag counts at the first token of its word": "label_all_tokens",
+}
 # Values that turn a flag off.
 _OFF = ("", "false", "no", "none", "0", "[]", "{}")
 # Values of REFUSED flags that change nothing, so they are accepted; for the other flags, `_OFF`.
@@ -212,66 +189,66 @@ _ALLOWED_VALUES = {
     "torch_dtype": ("auto", "float32"),
     "dtype": ("auto", "float32"),
 }
+# Flags of which no option of FinetuneConfig has the meaning and the values.
+_OF_REASONS = " ".join((*IGNORED.values(), *REFUSED.values())).split()
+WITHOUT_OPTION = (*CONVERTED, *REQUIRED, *_OF_REASONS)
+# Flags of TrainingArguments and of the example scripts that FinetuneConfig does not have under the
+# same name.
+SCRIPT_FLAGS = (*RENAMED, *WITHOUT_OPTION)
 
 
-def example_script_flags() -> list[str]:
-    """List the flags of TrainingArguments and of transformers' example scripts that the command
-    `hf-ga` renames, converts, checks, ignores or refuses.
-
-    Flags that `FinetuneConfig` has under the same name are not in the list, except `report_to`,
-    whose value is converted.
-    """
-    return [*RENAMED, *CONVERTED, *REQUIRED, *IGNORED, *REFUSED, "report_to"]
-
-
-def convert_script_flags(script_flags: Mapping[str, Any]) -> dict[str, Any]:
+def convert_script_flags(given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert flags of transformers' example scripts to options of `FinetuneConfig`.
 
     If `task` names an example script, or `do_train` is set, the script's defaults are included.
 
     Args:
-        script_flags: Name -> value of `task` and of flags in `example_script_flags`. A value is the
-            string of the command line, "true" for a switch without a value, or a list of strings
-            for a flag that takes several.
+        given: Name -> value of all flags that the user set: options of `FinetuneConfig`, and flags
+            in SCRIPT_FLAGS. The value of a flag in WITHOUT_OPTION is a string, "true" for a switch
+            without a value; that of a flag in RENAMED is the value of the option.
 
     Returns:
-        Name of the option -> value. The parser of the command line converts strings afterwards.
+        Name of the option -> value.
 
     Raises:
         ConfigError: If a flag of REFUSED has a value that would change the run, or a value cannot
             be converted.
 
-    >>> convert_script_flags({"warmup_ratio": "0.1", "logging_steps": "10"})
-    {'warmup_steps': '0.1'}
+    >>> convert_script_flags({"warmup_ratio": 0.1, "logging_steps": "10"})
+    {'warmup_steps': 0.1}
     """
-    for name, value in script_flags.items():
-        if name in REFUSED and value.lower() not in _ALLOWED_VALUES.get(name, _OFF):
-            raise ConfigError(f"{name} {value} is not supported: {REFUSED[name]}.")
+    for remedy, flags in REFUSED.items():
+        for flag in given.keys() & flags.split():
+            if given[flag].lower() not in _ALLOWED_VALUES.get(flag, _OFF):
+                raise ConfigError(f"{flag} {given[flag]} is not supported: {remedy}.")
     # The flag --task names an example script, such as run_glue, or a task of FinetuneConfig.
-    task = TASK_OF_SCRIPT.get(_script_name(script_flags), script_flags.get("task", "causal-lm"))
-    options: dict[str, Any] = {}
-    # Flags of the user override the script's defaults, so they come after them.
-    if "task" in script_flags:
+    name = _script_name(given)
+    task = TASK_OF_SCRIPT.get(name, name or "causal-lm")
+    # Flags of the user override the script's defaults, and options the flags with other names.
+    options = _script_defaults(given, task) if _uses_script_defaults(given) else {}
+    options |= {RENAMED[flag]: value for flag, value in given.items() if flag in RENAMED}
+    options |= _training_options(given)
+    options |= _data_options(given, task)
+    options |= {flag: value for flag, value in given.items() if flag not in SCRIPT_FLAGS}
+    if name in TASK_OF_SCRIPT:
         options["task"] = task
-    if _uses_script_defaults(script_flags):
-        options.update(_script_defaults(script_flags, task))
-    for name, value in script_flags.items():
-        if name in RENAMED:
-            options[RENAMED[name]] = value
-    options.update(_training_options(script_flags))
-    options.update(_data_options(script_flags, task))
+    # Values that the scripts spell differently.
+    if options.get("optim") in ("adamw_torch", "adamw_torch_fused"):
+        options["optim"] = "adamw"
+    if options.get("max_steps") == -1:
+        options["max_steps"] = None
+    if _is_on(given, "do_predict") and "test_file" in options and "predict_file" not in options:
+        options["predict_file"] = options.pop("test_file")
     return options
 
 
-def adjust_to_script_flags(config: FinetuneConfig, script_flags: Mapping[str, str]) -> list[str]:
-    """Change options of `config` in place where transformers' example scripts use other values or
-    defaults, and check the flags of the scripts that must agree with other options.
-
-    Call it after `convert_script_flags`, when all options of the run are known.
+def adjust_to_script_flags(config: FinetuneConfig, given: Mapping[str, Any]) -> list[str]:
+    """Check the flags of transformers' example scripts that must agree with other options of the
+    run, and limit lengths, in place, to the model's positions where the scripts do so.
 
     Args:
-        config: The configuration of the run.
-        script_flags: See `convert_script_flags`.
+        config: The configuration of the run, made of what `convert_script_flags` returned.
+        given: See `convert_script_flags`.
 
     Returns:
         Notes to print: which defaults are in use, and which flags have no effect.
@@ -279,45 +256,24 @@ def adjust_to_script_flags(config: FinetuneConfig, script_flags: Mapping[str, st
     Raises:
         ConfigError: If a flag does not agree with another option.
     """
-    _replace_script_values(config, script_flags)
-    _check_agreement(config, script_flags)
-    flags_of_reason: dict[str, list[str]] = defaultdict(list)
-    for name, value in script_flags.items():
-        if name in IGNORED and value.lower() not in _OFF:
-            flags_of_reason[IGNORED[name]].append(name)
-    ignored = [f"{', '.join(names)}: {reason}" for reason, names in flags_of_reason.items()]
-    if not _uses_script_defaults(script_flags):
-        return ignored
-    notes = ["unset flags have the defaults of the example script (docs/cli.md)", *ignored]
-    if config.gradient_accumulation_steps is None and config.global_batch_size is None:
-        config.gradient_accumulation_steps = TRAINING_DEFAULTS["gradient_accumulation_steps"]
-    if config.task == "multiple-choice" and config.dataset_name == "stdlib":
-        # No dataset is named: run_swag trains on this one.
-        config.dataset_name = "allenai/swag"
-        config.dataset_config_name = "regular"
-    if "train_file" in script_flags and config.validation_file is None:
+    _check_agreement(config, given)
+    notes = []
+    for reason, flags in IGNORED.items():
+        ignored = [flag for flag in flags.split() if _is_on(given, flag)]
+        if ignored:
+            notes.append(f"{', '.join(ignored)}: {reason}")
+    if not _uses_script_defaults(given):
+        return notes
+    notes.append("unset flags have the defaults of the example script (docs/cli.md)")
+    if "train_file" in given and config.validation_file is None:
         notes.append(
             f"validation_file: not given, so {config.validation_split_percentage:g} % of the rows "
             "are for validation only"
         )
-    notes += _limit_lengths_to_positions(config)
-    return notes
+    return [*notes, *_limit_lengths_to_positions(config)]
 
 
-def _replace_script_values(config: FinetuneConfig, script_flags: Mapping[str, str]) -> None:
-    """Replace, in place, values that transformers' example scripts spell differently: names of
-    AdamW, and -1 for no `max_steps`. With `do_predict`, `test_file` becomes `predict_file`.
-    """
-    if config.optim in ("adamw_torch", "adamw_torch_fused"):
-        config.optim = "adamw"
-    if config.max_steps == -1:
-        config.max_steps = None
-    if _is_on(script_flags, "do_predict") and config.test_file and not config.predict_file:
-        config.predict_file = config.test_file
-        config.test_file = None
-
-
-def _check_agreement(config: FinetuneConfig, script_flags: Mapping[str, str]) -> None:
+def _check_agreement(config: FinetuneConfig, given: Mapping[str, Any]) -> None:
     """Raise ConfigError if a flag of transformers' example scripts must equal an option of the run,
     and does not: `data_seed` must equal `seed`, for example.
     """
@@ -330,7 +286,7 @@ def _check_agreement(config: FinetuneConfig, script_flags: Mapping[str, str]) ->
     if config.push_to_hub:
         required_values["hub_strategy"] = "end"
     for name, required in required_values.items():
-        value = script_flags.get(name, "none")
+        value = given.get(name, "none")
         if value.lower() not in ("none", str(required).lower()):
             raise ConfigError(f"{name} {value} is not supported: it {REQUIRED[name]}.")
 
@@ -356,60 +312,63 @@ def _limit_lengths_to_positions(config: FinetuneConfig) -> list[str]:
     return notes
 
 
-def _is_on(script_flags: Mapping[str, str], name: str) -> bool:
+def _is_on(given: Mapping[str, Any], name: str) -> bool:
     """Whether a switch of transformers' example scripts, such as `do_train`, is among the flags and
     not turned off.
     """
-    return script_flags.get(name, "false").lower() not in _OFF
+    return given.get(name, "false").lower() not in _OFF
 
 
-def _script_name(script_flags: Mapping[str, str]) -> str:
+def _script_name(given: Mapping[str, Any]) -> str:
     """Return the value of `task` without the suffix `_no_trainer`: the name of an example script,
     such as `run_glue`, that of a task, or "" if it is not given.
     """
-    return script_flags.get("task", "").removesuffix("_no_trainer")
+    return str(given.get("task", "")).removesuffix("_no_trainer")
 
 
-def _uses_script_defaults(script_flags: Mapping[str, str]) -> bool:
+def _uses_script_defaults(given: Mapping[str, Any]) -> bool:
     """Whether options that are not given have the defaults of transformers' example scripts instead
     of those of `FinetuneConfig`: if `task` names a script, or `do_train` is set.
     """
-    return _is_on(script_flags, "do_train") or _script_name(script_flags) in TASK_OF_SCRIPT
+    return _is_on(given, "do_train") or _script_name(given) in TASK_OF_SCRIPT
 
 
-def _script_defaults(script_flags: Mapping[str, str], task: str) -> dict[str, Any]:
+def _script_defaults(given: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Return the defaults with which the example script of a task trains, as options of
     `FinetuneConfig`.
     """
-    is_no_trainer = script_flags.get("task", "").endswith("_no_trainer")
-    default_length = MAX_LENGTHS.get(task, OTHER_MAX_LENGTH)
-    if is_no_trainer and task in SHORT_IN_NO_TRAINER:
-        default_length = NO_TRAINER_MAX_LENGTH
+    is_no_trainer = str(given.get("task")).endswith("_no_trainer")
+    default_length = MAX_LENGTHS.get(task, 1024)
+    if is_no_trainer and task in ("token-classification", "multiple-choice"):
+        default_length = 128
     # Language models train on blocks of concatenated texts.
     splits_into_blocks = task == "causal-lm" or (
-        task == "masked-lm" and not _is_on(script_flags, "line_by_line")
+        task == "masked-lm" and not _is_on(given, "line_by_line")
     )
     length_option = "block_size" if splits_into_blocks else "max_length"
     defaults = dict(TRAINING_DEFAULTS)
-    # Set by `adjust_to_script_flags`, because it depends on global_batch_size.
-    defaults["gradient_accumulation_steps"] = None
-    defaults[length_option] = script_flags.get("max_seq_length", default_length)
+    if "global_batch_size" in given:
+        del defaults["gradient_accumulation_steps"]
+    defaults[length_option] = given.get("max_seq_length", default_length)
     if is_no_trainer:
         # These scripts do not clip the gradient.
         defaults["max_grad_norm"] = 0.0
     if task == "seq2seq":
-        defaults["max_target_length"] = MAX_TARGET_LENGTH
+        defaults["max_target_length"] = 128
     if task == "question-answering":
-        defaults["doc_stride"] = DOC_STRIDE
+        defaults["doc_stride"] = 128
+    if task == "multiple-choice" and not given.keys() & {"train_file", "dataset_name"}:
+        defaults["dataset_name"] = "allenai/swag"
+        defaults["dataset_config_name"] = "regular"
     return defaults
 
 
-def _training_options(script_flags: Mapping[str, str]) -> dict[str, Any]:
+def _training_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the example scripts' flags of precision, evaluation, saving and trackers to options
     of `FinetuneConfig`.
     """
     options: dict[str, Any] = {}
-    precisions = [name for name in ("bf16", "fp16") if _is_on(script_flags, name)]
+    precisions = [name for name in ("bf16", "fp16") if _is_on(given, name)]
     if len(precisions) == 2:
         raise ConfigError("bf16 and fp16 exclude each other: use one of them.")
     if precisions:
@@ -420,39 +379,45 @@ def _training_options(script_flags: Mapping[str, str]) -> dict[str, Any]:
         "save_strategy": "save_steps",
     }
     for flag, interval_option in interval_options.items():
-        strategy = script_flags.get(flag, "no")
+        strategy = given.get(flag, "no")
         check_one_of(flag, strategy, ("no", "steps", "epoch", "best"))
         if strategy == "steps":
-            options[interval_option] = STEPS_OF_STRATEGY
-    if script_flags.get("checkpointing_steps", "epoch") != "epoch":
-        options["save_steps"] = script_flags["checkpointing_steps"]
-    if "report_to" in script_flags or _is_on(script_flags, "with_tracking"):
-        options["report_to"] = script_flags.get("report_to", "all")
-    trains = _is_on(script_flags, "do_train")
-    evaluates = _is_on(script_flags, "do_eval") or _is_on(script_flags, "do_predict")
+            options[interval_option] = 500
+    save_steps = given.get("checkpointing_steps", "epoch")
+    if save_steps != "epoch":
+        # Checked with the types of all options.
+        options["save_steps"] = int(save_steps) if save_steps.isdecimal() else save_steps
+    if _is_on(given, "with_tracking"):
+        options["report_to"] = "all"
+    trains = _is_on(given, "do_train")
+    evaluates = _is_on(given, "do_eval") or _is_on(given, "do_predict")
     if evaluates and not trains:
         options["eval_only"] = True
     return options
 
 
-def _data_options(script_flags: Mapping[str, str], task: str) -> dict[str, Any]:
+def _data_options(given: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Convert `task_name`, `source_lang` and `target_lang`, with which the example scripts choose a
     dataset or its columns, to options of `FinetuneConfig`.
     """
     options: dict[str, Any] = {}
-    task_name = script_flags.get("task_name")
+    task_name = given.get("task_name")
     if task == "token-classification":
         # `ner_tags` is found without being named.
         if task_name and task_name != "ner":
             options["label_column"] = f"{task_name}_tags"
     elif task_name:
-        _check_glue_task(task_name, task)
+        if task_name == "mnli":
+            # It has two validation splits.
+            raise ConfigError("task_name mnli: use files with its splits.")
+        if task_name == "stsb" and task != "regression":
+            raise ConfigError("task_name stsb: use --task regression.")
         options["dataset_name"] = "nyu-mll/glue"
         options["dataset_config_name"] = task_name
     for flag, option in {"source_lang": "text_column", "target_lang": "target_column"}.items():
-        if flag not in script_flags:
+        if flag not in given:
             continue
-        language = script_flags[flag]
+        language = given[flag]
         if "_" in language:
             raise ConfigError(
                 f"{flag} {language} is a language code of a tokenizer: save the tokenizer with "
@@ -460,14 +425,3 @@ def _data_options(script_flags: Mapping[str, str], task: str) -> dict[str, Any]:
             )
         options[option] = f"translation.{language}"
     return options
-
-
-def _check_glue_task(task_name: str, task: str) -> None:
-    """Raise ConfigError if the flag `task_name` of run_glue is a task of GLUE whose splits or
-    labels do not fit the run.
-    """
-    if task_name == "mnli":
-        # It has two validation splits.
-        raise ConfigError("task_name mnli: use files with its splits.")
-    if task_name == "stsb" and task != "regression":
-        raise ConfigError("task_name stsb: use --task regression.")

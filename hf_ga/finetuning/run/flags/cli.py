@@ -6,8 +6,8 @@ import difflib
 import json
 import sys
 import time
-from argparse import SUPPRESS
-from collections.abc import Callable, Mapping, Sequence
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,13 +19,14 @@ from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from hf_ga.errors import ConfigError, HfGaError, RunStopped
-from hf_ga.finetuning.data.options import SEVERAL, flag_groups
+from hf_ga.finetuning.data.options import flag_groups
 from hf_ga.finetuning.run.finetune import finetune
 from hf_ga.finetuning.run.flags.arguments import (
     RENAMED,
+    SCRIPT_FLAGS,
+    WITHOUT_OPTION,
     adjust_to_script_flags,
     convert_script_flags,
-    example_script_flags,
 )
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
 
@@ -79,13 +80,47 @@ def parse_config(
     0.0001
     """
     arguments = list(arguments)
+    names = [field.name for field in fields(config_class)]
     values_in_file: dict[str, Any] = {}
     if arguments and not arguments[0].startswith("-"):
         path = Path(arguments.pop(0))
-        option_names = [field.name for field in fields(config_class)]
-        values_in_file = _read_file(path, [*option_names, *example_script_flags()])
-    script_flags, arguments = _split_off_script_flags(values_in_file, arguments)
+        values_in_file = _read_file(path, [*names, *SCRIPT_FLAGS])
+    parser = _make_parser(config_class)
+    # Options on the command line override these defaults; argparse converts those that are strings.
+    parser.set_defaults(**values_in_file)
+    # An option that is not given is None: an example script may have another default for it.
+    namespace = Namespace(**dict.fromkeys(set(names) - values_in_file.keys()))
+    parsed, unknown = parser.parse_known_args(arguments, namespace)
+    if unknown:
+        _raise_unknown_flag(unknown[0], [*parser._option_string_actions])
+    given = {
+        name: _as_text(value) if name in WITHOUT_OPTION else value
+        for name, value in vars(parsed).items()
+        if value is not None
+    }
+    trackers = given.get("report_to")
+    if isinstance(trackers, list) and all(isinstance(tracker, str) for tracker in trackers):
+        given["report_to"] = ",".join(trackers)
+    config = config_class(**convert_script_flags(given))
+    notes = adjust_to_script_flags(config, given)
+    if notes and _is_first_process():
+        print(f"{'flags':11}{'; '.join(notes)}")
+    return config
 
+
+def _as_text(value: Any) -> str:
+    """Return the value of a flag of transformers' example scripts as one string: "true" for a
+    switch without a value.
+    """
+    if value == []:
+        return "true"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _make_parser(config_class: type[FinetuneConfig]) -> _Parser:
+    """Return the parser of the flags of a run and of transformers' example scripts. `--help` lists
+    the former in groups, each with one spelling.
+    """
     parser = _Parser(
         config_class,
         usage="%(prog)s [FILE.yaml] [--FLAG VALUE ...]",
@@ -93,69 +128,23 @@ def parse_config(
         epilog=EXIT_CODES if config_class is FinetuneConfig else None,
         allow_abbrev=False,
     )
-    _group_flags(parser, config_class)
-    # Options on the command line override these defaults.
-    parser.set_defaults(**convert_script_flags(script_flags))
-    parser.set_defaults(
-        **{name: value for name, value in values_in_file.items() if name not in script_flags}
-    )
-    config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
-    if unknown:
-        known_script_flags = [f"--{name}" for name in example_script_flags()]
-        _raise_unknown_flag(unknown[0], [*parser._option_string_actions, *known_script_flags])
-
-    notes = adjust_to_script_flags(config, script_flags)
-    if notes and _is_first_process():
-        print(f"{'flags':11}{'; '.join(notes)}")
-    return config
-
-
-def _group_flags(parser: _Parser, config_class: type[FinetuneConfig]) -> None:
-    """Let `--help` list the flags in groups, each with one spelling."""
     action_of_name = {action.dest: action for action in parser._actions}
-    for action in parser._actions:
+    action_of_name["report_to"].nargs = "*"
+    for name in SCRIPT_FLAGS:
+        # argparse rejects one spelling twice, as for a name without an underscore.
+        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
+        settings: dict[str, Any] = {"nargs": "*"}
+        if name in RENAMED:
+            option = action_of_name[RENAMED[name]]
+            settings = {"type": option.type, "nargs": option.nargs, "const": option.const}
+        parser.add_argument(*spellings, dest=name, default=SUPPRESS, **settings)
+    for action in action_of_name.values():
         action.option_strings = [f"--{action.dest}"]
     parser._optionals._group_actions = [action_of_name["help"]]
     for heading, options in flag_groups(config_class).items():
         group = parser.add_argument_group(heading)
         group._group_actions = [action_of_name[option.name] for option in options]
-
-
-def _split_off_script_flags(
-    values_in_file: Mapping[str, Any], arguments: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Split the input of the command `hf-ga` into the flags of transformers' example scripts and
-    all other arguments.
-    """
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
-    parser.add_argument("--task")
-    for name in example_script_flags():
-        # argparse rejects one spelling twice, as for a name without an underscore.
-        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
-        parser.add_argument(*spellings, dest=name, nargs="*")
-    parsed, remaining = parser.parse_known_args(arguments)
-
-    script_flags: dict[str, Any] = {}
-    names = {"task", *example_script_flags()}
-    for name, value in values_in_file.items():
-        # These two are also options of FinetuneConfig, whose check reports a wrong type.
-        has_wrong_type = name in ("task", "report_to") and not isinstance(value, str)
-        if name in names and not has_wrong_type:
-            script_flags[name] = value
-    script_flags.update(vars(parsed))
-    return {name: _to_script_value(name, value) for name, value in script_flags.items()}, remaining
-
-
-def _to_script_value(name: str, value: Any) -> str | list[Any]:
-    """Convert the value of an example script's flag to what `convert_script_flags` expects: a
-    string, or a list for a flag that takes several values, such as `train_file`.
-    """
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        return "true"
-    if RENAMED.get(name) in SEVERAL:
-        return values
-    return ",".join(map(str, values))
+    return parser
 
 
 def finetune_main(arguments: Sequence[str] | None = None) -> int:

@@ -22,37 +22,8 @@ DEFAULT_ACCUMULATION_STEPS = 4
 BALANCED = "balanced"
 # HfArgumentParser parses a flag by the type before None: here, a list of strings.
 ClassWeights = list[str] | None | list[float] | str
-# Tasks that can read their training rows as a stream.
-STREAMED_TASKS = ("causal-lm", "text-classification")
-# Tasks whose loss is one mean cross entropy over classes.
-CROSS_ENTROPY_TASKS = (
-    "causal-lm",
-    "masked-lm",
-    "text-classification",
-    "token-classification",
-    "seq2seq",
-)
 # Temperature of the embedding loss, by which cosine similarities are divided.
 DEFAULT_TEMPERATURE = 0.05
-EMBEDDING_FLAGS = (
-    "pooling",
-    "temperature",
-    "learn_temperature",
-    "symmetric_loss",
-    "matryoshka_dims",
-)
-FLAGS_OF_NEW_ADAPTERS = (
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_modules_to_save",
-    "use_dora",
-)
-TASKS_WITH_ADAPTERS = tuple(task for task in TASKS if task != "embedding")
-# Language models predict with pipeline(), embedding models with SentenceTransformer().
-TASKS_WITH_PREDICT_FILE = tuple(
-    task for task in TASKS if task not in ("causal-lm", "masked-lm", "embedding")
-)
 # Flags with a fixed set of values.
 _CHOICES = {
     "task": TASKS,
@@ -63,41 +34,45 @@ _CHOICES = {
     "pooling": POOLINGS,
     "truncation_side": ("right", "left"),
 }
-# Flags that apply to some tasks only: name of the flag -> names of its tasks.
-_TASKS_OF_FLAG: dict[str, tuple[str, ...]] = {
-    "block_size": ("causal-lm", "masked-lm"),
-    "show_samples": ("causal-lm",),
-    "label_smoothing_factor": CROSS_ENTROPY_TASKS,
-    "weight_column": CROSS_ENTROPY_TASKS,
-    "class_weights": ("text-classification", "token-classification"),
-    "text_pair_column": (
+# Flags that apply to some tasks only: names of the tasks -> flags.
+_FLAGS_OF_TASKS: dict[tuple[str, ...], str] = {
+    ("causal-lm",): "show_samples",
+    ("causal-lm", "masked-lm"): "block_size",
+    ("causal-lm", "text-classification"): "streaming",
+    ("text-classification", "token-classification"): "class_weights",
+    # Tasks whose loss is one mean cross entropy over classes.
+    (
+        "causal-lm",
+        "masked-lm",
+        "text-classification",
+        "token-classification",
+        "seq2seq",
+    ): "label_smoothing_factor weight_column",
+    (
         "text-classification",
         "regression",
         "multi-label",
         "question-answering",
         "multiple-choice",
         "embedding",
-    ),
-    "choices_column": ("multiple-choice",),
-    "target_column": ("seq2seq",),
-    "source_prefix": ("seq2seq",),
-    "max_target_length": ("seq2seq",),
-    "doc_stride": ("question-answering",),
-    "predict_file": TASKS_WITH_PREDICT_FILE,
-    **dict.fromkeys(EMBEDDING_FLAGS, ("embedding",)),
-    "lora_r": TASKS_WITH_ADAPTERS,
-    "adapter_name_or_path": TASKS_WITH_ADAPTERS,
-    "predict_with_generate": ("seq2seq",),
-    "streaming": STREAMED_TASKS,
+    ): "text_pair_column",
+    ("multiple-choice",): "choices_column",
+    ("question-answering",): "doc_stride",
+    ("seq2seq",): "target_column source_prefix max_target_length predict_with_generate",
+    ("embedding",): "pooling temperature learn_temperature symmetric_loss matryoshka_dims",
+    tuple(task for task in TASKS if task != "embedding"): "lora_r adapter_name_or_path",
+    # Language models predict with pipeline(), embedding models with SentenceTransformer().
+    tuple(
+        task for task in TASKS if task not in ("causal-lm", "masked-lm", "embedding")
+    ): "predict_file",
 }
-# Flag -> the flags of which it needs one.
-_NEEDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(FLAGS_OF_NEW_ADAPTERS, ("lora_r",)),
-    "load_in_4bit": ("lora_r", "adapter_name_or_path"),
-    "resize_token_embeddings": ("model_name_or_path",),
-    "resume_with_changes": ("resume_from_checkpoint",),
-    "eval_only": ("model_name_or_path",),
-    "streaming": ("max_steps",),
+# Flags, of which one is needed -> the flags that need it.
+_NEEDS: dict[tuple[str, ...], str] = {
+    ("lora_r",): "lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_dora",
+    ("lora_r", "adapter_name_or_path"): "load_in_4bit",
+    ("model_name_or_path",): "resize_token_embeddings eval_only",
+    ("resume_from_checkpoint",): "resume_with_changes",
+    ("max_steps",): "streaming",
 }
 # Two flags that exclude each other, and the reason.
 _EXCLUDED = (
@@ -422,17 +397,23 @@ class FinetuneConfig(DataOptions):
                 check_one_of(flag, getattr(self, flag), known)
         # Raises ConfigError for sizes that fit no layout.
         self.layout(num_processes=1)
-        for flag, tasks in _TASKS_OF_FLAG.items():
-            if getattr(self, flag) and self.task not in tasks:
-                raise ConfigError(
-                    f"{flag} applies to the task {' or '.join(tasks)}, not {self.task}: omit it."
-                )
+        for tasks, flags in _FLAGS_OF_TASKS.items():
+            for flag in flags.split():
+                if getattr(self, flag) and self.task not in tasks:
+                    raise ConfigError(
+                        f"{flag} applies to the task {' or '.join(tasks)}, not {self.task}: omit "
+                        "it."
+                    )
         self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
         if not has_own_metrics:
             self._check_metric_for_best_model()
-        for flag, needed in _NEEDS.items():
-            if getattr(self, flag) and not any(getattr(self, name) for name in needed):
-                raise ConfigError(f"{flag} needs {' or '.join(needed)}: set it, or omit {flag}.")
+        for needed, flags in _NEEDS.items():
+            is_met = any(getattr(self, name) for name in needed)
+            for flag in flags.split():
+                if getattr(self, flag) and not is_met:
+                    raise ConfigError(
+                        f"{flag} needs {' or '.join(needed)}: set it, or omit {flag}."
+                    )
         for flag, other, reason in _EXCLUDED:
             if getattr(self, flag) and getattr(self, other):
                 raise ConfigError(

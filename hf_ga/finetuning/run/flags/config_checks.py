@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable
 from math import inf
-from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -90,11 +89,7 @@ def _has_type(value: Any, expected: Any) -> bool:
         return isinstance(value, list) and all(_has_type(item, item_type) for item in value)
     if isinstance(value, bool):
         return expected is bool
-    if expected is int:
-        return isinstance(value, Integral)
-    if expected is float:
-        return isinstance(value, Real)
-    return isinstance(value, expected)
+    return isinstance(value, int | float if expected is float else expected)
 
 
 def _check_bounds(name: str, value: float, minimum: int) -> None:

@@ -59,8 +59,8 @@ def add_adapters(
     model: nn.Module,
     config: FinetuneConfig,
     task_type: str | None,
-    new_weights: Sequence[str] = (),
-    new_tokens: Sequence[int] = (),
+    new_weights: Sequence[str],
+    new_tokens: Sequence[int],
 ) -> nn.Module:
     """Add new LoRA adapters to the model of a fine-tuning run (flag `lora_r`), or load existing
     ones to train them further (`adapter_name_or_path`).

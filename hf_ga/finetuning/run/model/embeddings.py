@@ -33,7 +33,7 @@ from hf_ga.loading.batches import MicroBatch
 from hf_ga.loading.window_loader import WindowLoader
 from hf_ga.model.forward import argument_filter, callable_module
 from hf_ga.parallel.fsdp import backend_for
-from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
+from hf_ga.parallel.processes import call_on_main
 
 # Column of texts, such as `anchor` -> their vectors, shape (samples, dim). A learned temperature is
 # in it as `log_temperature`, shape ().
@@ -144,10 +144,7 @@ def evaluate_embeddings(
         forwards = run_forwards(backend, windows, embed)
         local_vectors = [(micro_batch.sample_ids, vectors) for micro_batch, vectors in forwards]
     gathered = gather_object(local_vectors)
-    with raise_on_all_ranks(setup.accelerator):
-        compute = setup.accelerator.on_main_process(_compute_results)
-        results = compute(setup, gathered, split)
-    return broadcast_from_main(setup.accelerator, results)
+    return call_on_main(setup.accelerator, _compute_results, setup, gathered, split)
 
 
 def _join_vectors(micro_batches: list[tuple[np.ndarray, Vectors]]) -> Vectors:

@@ -39,6 +39,7 @@ from hf_ga.model.forward import (
     restored_modes,
     unwrapped,
 )
+from hf_ga.parallel.fsdp import unwrapped_name
 from hf_ga.recovery.latest import newest
 
 # `relative_error`, `tolerance` and `rows`: the result of a check in summary.json.
@@ -82,7 +83,7 @@ def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
         setup: The setup of the run.
         model: The prepared model.
     """
-    samples = samples_to_try(setup.data, "train")  # sorted by length
+    samples = samples_to_try(setup.data)  # sorted by length
     num_rows = min(NUM_ROWS, len(samples), setup.config.per_device_eval_batch_size)
     indices = np.linspace(0, len(samples) // 2, num_rows).astype(int)
     batch = as_batch(setup.data.collate([samples[i] for i in indices]))
@@ -117,32 +118,34 @@ def check_saved(
     is_adapter = is_lora(model)
     if is_adapter and setup.config.model_name_or_path is None:
         return None
-    with _loading(setup, folder):
-        loaded = _load_adapter(setup, folder) if is_adapter else _load_saved_model(setup, folder)
-    found = loaded.state_dict()
-    if is_adapter:
-        trained_names = {
-            name.replace("_fsdp_wrapped_module.", "")
-            for name, parameter in unwrapped(model).named_parameters()
-            if parameter.requires_grad
-        }
-        trained = {name: weights[name] for name in trained_names}
-        found = {name: tensor for name, tensor in found.items() if name in trained_names}
-        # An adapter is saved in the dtype in which it was trained.
-        saved_dtypes = {}
-    else:
-        if loaded.config.dtype != setup.dtype:
-            difference = f"it loads in {loaded.config.dtype}, not in {setup.dtype}"
-            raise _difference_error(setup, folder, difference)
-        # The temperature of an embedding loss is not part of the saved model.
-        trained = {name: tensor for name, tensor in weights.items() if name != LOG_TEMPERATURE}
-        parameters = loaded.named_parameters(remove_duplicate=False)
-        saved_dtypes = {name: setup.dtype for name, _ in parameters}
-    _compare_tensors(setup, folder, found, trained, saved_dtypes)
-    has_float32_base = loading_dtype(setup) == torch.float32 and not setup.config.load_in_4bit
-    if has_float32_base or not is_adapter:
-        loaded = loaded.float()  # as in training
-    return _compare_outputs(setup, folder, loaded, trained, expected)
+    try:
+        with _loading():
+            load = _load_adapter if is_adapter else _load_saved_model
+            loaded = load(setup, folder)
+        found = loaded.state_dict()
+        if is_adapter:
+            trained_names = {
+                unwrapped_name(name)
+                for name, parameter in unwrapped(model).named_parameters()
+                if parameter.requires_grad
+            }
+            trained = {name: weights[name] for name in trained_names}
+            dtypes = {}  # an adapter is saved in the dtype in which it was trained
+            found = {name: tensor for name, tensor in found.items() if name in trained_names}
+        else:
+            if loaded.config.dtype != setup.dtype:
+                raise SavedModelDiffers(f"it loads in {loaded.config.dtype}, not in {setup.dtype}")
+            # The temperature of an embedding loss is not part of the saved model.
+            trained = {name: tensor for name, tensor in weights.items() if name != LOG_TEMPERATURE}
+            parameters = loaded.named_parameters(remove_duplicate=False)
+            dtypes = {name: setup.dtype for name, _ in parameters}
+        _compare_tensors(found, trained, dtypes)
+        has_float32_base = loading_dtype(setup) == torch.float32 and not setup.config.load_in_4bit
+        if has_float32_base or not is_adapter:
+            loaded = loaded.float()  # as in training
+        return _compare_outputs(setup, loaded, trained, expected)
+    except SavedModelDiffers as difference:
+        raise _with_remedy(setup, folder, difference) from difference
 
 
 def _load_adapter(setup: Setup, folder: Path) -> nn.Module:
@@ -168,7 +171,7 @@ def _load_saved_model(setup: Setup, folder: Path) -> PreTrainedModel | Embedding
 
 
 @contextmanager
-def _loading(setup: Setup, folder: Path) -> Iterator[None]:
+def _loading() -> Iterator[None]:
     """Turn an error of the block, which loads the model that a run saved, into SavedModelDiffers.
     Out-of-memory errors are raised unchanged.
     """
@@ -181,38 +184,32 @@ def _loading(setup: Setup, folder: Path) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise _difference_error(setup, folder, f"it cannot be loaded ({reason})") from error
+        raise SavedModelDiffers(f"it cannot be loaded ({reason})") from error
 
 
-def _compare_tensors(
-    setup: Setup,
-    folder: Path,
-    loaded: Weights,
-    trained: Weights,
-    saved_dtypes: Mapping[str, torch.dtype],
-) -> None:
+def _compare_tensors(loaded: Weights, trained: Weights, dtypes: Mapping[str, torch.dtype]) -> None:
     """Check that the model that a run saved has the names, shapes and values of the trained model's
-    tensors.
+    tensors, in the dtypes in which they were saved (by default, that of training).
     """
     differences = dict.fromkeys(trained.keys() - loaded.keys(), "missing")
     differences |= dict.fromkeys(loaded.keys() - trained.keys(), "not of the trained model")
     for name in trained.keys() & loaded.keys():
         found = loaded[name]
-        saved = trained[name].to(saved_dtypes.get(name, trained[name].dtype))
-        if found.shape != saved.shape:
-            differences[name] = f"shape {list(found.shape)}, not {list(saved.shape)}"
-        elif not torch.equal(found, saved.to(found)):
+        expected = trained[name].to(dtypes.get(name, trained[name].dtype))
+        if found.shape != expected.shape:
+            differences[name] = f"shape {list(found.shape)}, not {list(expected.shape)}"
+        elif not torch.equal(found, expected.to(found)):
             differences[name] = "other values"
     if differences:
         listed = sorted(differences.items())[:MAX_LISTED_TENSORS]
         text = ", ".join(f"{name} ({difference})" for name, difference in listed)
         if len(differences) > len(listed):
             text += f", and {len(differences) - len(listed)} more"
-        raise _difference_error(setup, folder, f"tensors differ: {text}")
+        raise SavedModelDiffers(f"tensors differ: {text}")
 
 
 def _compare_outputs(
-    setup: Setup, folder: Path, loaded: nn.Module, trained: Weights, expected: Expected
+    setup: Setup, loaded: nn.Module, trained: Weights, expected: Expected
 ) -> CheckResult:
     """Check that the outputs of the model that a run saved are those of the trained model, up to
     rounding: of its weights, which is measured, and in the forward.
@@ -231,12 +228,10 @@ def _compare_outputs(
         exact_outputs = _compute_outputs(setup, loaded, expected.batch, device)
         tolerance += relative_error(outputs, exact_outputs)
     if not error <= tolerance:
-        raise _difference_error(
-            setup,
-            folder,
+        raise SavedModelDiffers(
             "its weights are those that were saved, but the relative error of its outputs "
             f"({', '.join(expected.outputs)}) is {error:.1e}, more than the {tolerance:.1e} of "
-            "rounding",
+            "rounding"
         )
     num_rows = len(next(iter(expected.outputs.values())))
     return {"relative_error": error, "tolerance": tolerance, "rows": num_rows}
@@ -314,7 +309,7 @@ def _relative_distance(found: Tensor, expected: Tensor) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _difference_error(setup: Setup, folder: Path, difference: str) -> SavedModelDiffers:
+def _with_remedy(setup: Setup, folder: Path, difference: SavedModelDiffers) -> SavedModelDiffers:
     """Build the error of a run for a saved folder that does not contain the trained model, with a
     remedy.
     """

@@ -84,24 +84,16 @@ def upload(config: FinetuneConfig, summary: dict[str, Any]) -> str:
             ignore_patterns=list(NOT_UPLOADED),
         )
     except Exception as error:
-        command = _upload_command(config, repo_id, folder)
+        command = ["hf", "upload", repo_id, str(folder)]
+        if config.hub_private_repo:
+            command.append("--private")
+        for pattern in NOT_UPLOADED:
+            command += ["--exclude", pattern]
         raise UploadFailed(
             f"the upload to {repo_id} failed: {_short_reason(error)} The run has finished "
-            f"and {folder} contains the model: upload it with `{command}`."
+            f"and {folder} contains the model: upload it with `{shlex.join(command)}`."
         ) from error
     return str(repo_url)
-
-
-def _upload_command(config: FinetuneConfig, repo_id: str, folder: Path) -> str:
-    """Return the shell command, `hf upload ...`, with which the user can repeat a run's failed
-    upload of the same files to the Hugging Face Hub.
-    """
-    words = ["hf", "upload", repo_id, str(folder)]
-    if config.hub_private_repo:
-        words.append("--private")
-    for pattern in NOT_UPLOADED:
-        words += ["--exclude", pattern]
-    return shlex.join(words)
 
 
 def _repo_id(config: FinetuneConfig) -> str:

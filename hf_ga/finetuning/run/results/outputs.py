@@ -21,9 +21,9 @@ from hf_ga.finetuning.run.model.reload import (
 from hf_ga.finetuning.run.results.report import plot_curves, read_metrics
 from hf_ga.finetuning.run.run import Run, Setup
 from hf_ga.model.forward import unwrapped
-from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.fsdp import is_sharded, unwrapped_name
 from hf_ga.parallel.prepare import full_state_dict
-from hf_ga.parallel.processes import raise_on_all_ranks
+from hf_ga.parallel.processes import call_on_main, raise_on_all_ranks
 from hf_ga.recovery.files import (
     delete,
     flush,
@@ -74,8 +74,8 @@ def save_and_check_best(setup: Setup, model: nn.Module) -> CheckResult | None:
         model: The prepared model.
 
     Returns:
-        The result of the comparison for `summary.json`; None on processes other than the main one,
-        and for adapters of a base model with random initial weights, which is not saved.
+        The result of the comparison for `summary.json`; None for adapters of a base model with
+        random initial weights, which is not saved.
 
     Raises:
         CheckpointError: If a write fails; on all processes.
@@ -83,9 +83,8 @@ def save_and_check_best(setup: Setup, model: nn.Module) -> CheckResult | None:
     """
     expected = expected_outputs(setup, model)
     weights = save_best(setup, model)
-    with raise_on_all_ranks(setup.accelerator):
-        check = setup.accelerator.on_main_process(check_saved)
-        return check(setup, setup.output_dir / "best", model, weights, expected)
+    best = setup.output_dir / "best"
+    return call_on_main(setup.accelerator, check_saved, setup, best, model, weights, expected)
 
 
 def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
@@ -224,7 +223,7 @@ def _save_in_original_dtype(
     """Save the model of a run, which is trained in float32, with its parameters in the dtype of the
     pretrained checkpoint.
     """
-    buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
+    buffers = {unwrapped_name(name) for name, _ in model.named_buffers()}
     saved = {
         name: tensor if name in buffers or not tensor.is_floating_point() else tensor.to(dtype)
         for name, tensor in weights.items()

@@ -28,6 +28,8 @@ from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import print_on_main
 
 Prediction = dict[str, Any]
+# The index of a sample and its prediction; in question answering, its best span.
+Predicted = tuple[int, Prediction | Span]
 
 
 def write_predictions(setup: Setup, model: nn.Module) -> None:
@@ -68,7 +70,7 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
     print_on_main(setup.accelerator, f"{len(rows)} rows predicted: {path}")
 
 
-def _predict_samples(setup: Setup, model: nn.Module) -> list[tuple[int, Prediction | Span]]:
+def _predict_samples(setup: Setup, model: nn.Module) -> list[Predicted]:
     """Predict this process's part of the samples of `predict_file` that are not empty, with a
     progress bar on the main process: pairs of the index of a sample and its prediction.
     """
@@ -77,7 +79,7 @@ def _predict_samples(setup: Setup, model: nn.Module) -> list[tuple[int, Predicti
     _, _, samples = setup.unlabelled
     lengths = np.asarray(samples["length"][:])
     not_empty = np.flatnonzero(lengths)
-    found: list[tuple[int, Prediction | Span]] = []
+    found: list[Predicted] = []
     if not len(not_empty):
         return found
     collate = collate_choices if setup.config.task == "multiple-choice" else collate_ids
@@ -89,9 +91,7 @@ def _predict_samples(setup: Setup, model: nn.Module) -> list[tuple[int, Predicti
         lengths=lengths[not_empty],
     )
 
-    def predict(
-        batch: dict[str, Any], micro_batch: MicroBatch
-    ) -> list[tuple[int, Prediction | Span]]:
+    def predict(batch: dict[str, Any], micro_batch: MicroBatch) -> list[Predicted]:
         """Predict the samples of a micro-batch."""
         indices = not_empty[micro_batch.positions].tolist()
         return list(zip(indices, _predict_batch(setup, model, batch, indices), strict=True))

@@ -17,51 +17,36 @@ from hf_ga.parallel.processes import print_on_main
 from hf_ga.recovery.files import SUFFIX, flush, writing
 
 
-class MetricsFile:
-    """The file metrics.jsonl of a fine-tuning run: for each training window a line with a JSON
-    object, which is appended as training goes on.
+def cut_metrics(path: Path, size: int) -> None:
+    """Cut the metrics.jsonl of a fine-tuning run to its first `size` bytes, without an incomplete
+    last line: what a run wrote after the checkpoint that it resumes from is dropped. The file is
+    created if it does not exist.
 
-    Args:
-        path: The file, which is created if it does not exist. None: nothing is written, as on all
-            processes except the main one.
-        size: Number of bytes of an existing file to keep; an incomplete last line is dropped, too.
-            A resumed run passes the size stored in its checkpoint, to remove later lines.
-
-    Attributes:
-        path: The file, or None.
-        size: Its size in bytes.
+    Raises:
+        CheckpointError: If the file cannot be written.
     """
+    with writing(path, path.parent):
+        path.touch()
+        kept = path.read_bytes()[:size]
+        os.truncate(path, kept.rfind(b"\n") + 1)
 
-    def __init__(self, path: Path | None, size: int = 0) -> None:
-        self.path = path
-        self.size = 0  # in bytes, of complete lines only
-        if path is None:
-            return
-        with writing(path, path.parent):
-            path.touch()
-            kept = path.read_bytes()[:size]
-            # Up to the last line break: complete lines only. What a run wrote after the checkpoint
-            # that it resumes from is cut off.
-            self.size = kept.rfind(b"\n") + 1
-            os.truncate(path, self.size)
 
-    def write(self, **values: Any) -> None:
-        """Append one line to the metrics.jsonl of a run: a JSON object of the keyword arguments.
-        No-op if there is no path.
+def write_metrics(path: Path, line: Mapping[str, Any]) -> int:
+    """Append a line, a JSON object, to the metrics.jsonl of a fine-tuning run, and return the size
+    of the file in bytes.
 
-        Raises:
-            CheckpointError: If the write fails, as on a full disk; no partial line is left.
-        """
-        if self.path is None:
-            return
-        with writing(self.path, self.path.parent):
-            try:
-                with self.path.open("a") as file:
-                    file.write(json.dumps(values) + "\n")
-            except OSError:
-                os.truncate(self.path, self.size)
-                raise
-        self.size = self.path.stat().st_size
+    Raises:
+        CheckpointError: If the write fails, as on a full disk; no partial line is left.
+    """
+    with writing(path, path.parent):
+        size = path.stat().st_size
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError:
+            os.truncate(path, size)
+            raise
+        return path.stat().st_size
 
 
 def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
@@ -88,21 +73,16 @@ def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
         results: Name -> number, with names such as `train_loss`, `eval_loss`, `test_accuracy`.
     """
     metrics = [name.partition("_")[2] for name in results if name.startswith(("eval_", "test_"))]
+    rows = {"last step": "train_", "validation": "eval_", "test": "test_"}
     # Each metric once, in the order of `results`.
-    columns = [metric for metric in dict.fromkeys(metrics) if metric != "num_targets"]
-    widths = {metric: max(12, len(metric) + 2) for metric in columns}
-    headings = "".join(f"{metric:>{widths[metric]}}" for metric in columns)
-    print_on_main(accelerator, f"{'results':<12}{headings}")
-    for row_name, prefix in (("last step", "train_"), ("validation", "eval_"), ("test", "test_")):
-        # The last step has only a loss, which is in the first column, so no cell is missing before
-        # another one.
-        cells = [
-            f"{results[prefix + metric]:>{widths[metric]}.4f}"
-            for metric in columns
-            if results.get(prefix + metric) is not None
-        ]
-        if cells:
-            print_on_main(accelerator, f"  {row_name:<10}" + "".join(cells))
+    cells = {
+        metric: [results.get(prefix + metric) for prefix in rows.values()]
+        for metric in metrics
+        if metric != "num_targets"
+    }
+    table = pd.DataFrame(cells, rows, dtype=float).dropna(how="all")
+    text = table.to_string(float_format="{:.4f}".format, na_rep="")
+    print_fact(accelerator, "results", *text.splitlines())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -160,27 +140,26 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     loss_axes, rate_axes = figure.subplots(2, sharex=True, height_ratios=(4, 1))
-    trained = [line for line in metrics if not line["skipped"]]
-    steps = [line["step"] for line in trained]
-    losses = [line["loss"] for line in trained]
-    rates = [line["learning_rate"] for line in trained]
+    lines = pd.DataFrame(metrics)
+    trained = lines[~lines["skipped"].astype(bool)]
+    steps = trained["step"]
+    losses = trained["loss"].astype(float)
     loss_axes.plot(steps, losses, color="tab:blue", alpha=0.4, label="training, each window")
     width = 2 * (len(losses) // 40) + 1
-    smooth = pd.Series(losses).rolling(width, center=True, min_periods=1).mean()
+    smooth = losses.rolling(width, center=True, min_periods=1).mean()
     loss_axes.plot(steps, smooth, color="tab:blue", label=f"training, mean of {width} windows")
-    evaluated = [line for line in metrics if "eval_loss" in line]
-    if evaluated:
-        evaluated_steps = [line["step"] for line in evaluated]
-        eval_losses = [line["eval_loss"] for line in evaluated]
-        loss_axes.plot(evaluated_steps, eval_losses, "o-", color="tab:orange", label="validation")
-    for before, after in pairwise(trained):
-        numbers = [line.get("num_processes") for line in (before, after)]
-        if None not in numbers and numbers[0] != numbers[1]:
-            between = (before["step"] + after["step"]) / 2
+    if "eval_loss" in lines:
+        evaluated = lines.dropna(subset="eval_loss")
+        loss_axes.plot(
+            evaluated["step"], evaluated["eval_loss"], "o-", color="tab:orange", label="validation"
+        )
+    for before, after in pairwise(trained.dropna(subset="num_processes").itertuples()):
+        if before.num_processes != after.num_processes:
+            between = (before.step + after.step) / 2
             loss_axes.axvline(between, color="tab:red", linestyle=":")
-            text = f"{numbers[0]} -> {numbers[1]} processes"
+            text = f"{before.num_processes:g} -> {after.num_processes:g} processes"
             loss_axes.annotate(text, (between, 1), xycoords=("data", "axes fraction"))
-    rate_axes.plot(steps, rates, color="tab:gray")
+    rate_axes.plot(steps, trained["learning_rate"], color="tab:gray")
     loss_axes.set(title=title, ylabel="loss (nats per target)")
     rate_axes.set(xlabel="optimizer step", ylabel="learning rate")
     rate_axes.set_ylim(bottom=0)

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ga.errors import CheckpointError
-from hf_ga.finetuning.run.model.adapters import is_lora
 from hf_ga.finetuning.run.run import Progress, Run
-from hf_ga.loading.window_loader import WindowLoader
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import load_checkpoint, read_state
 from hf_ga.recovery.files import flush, writing
@@ -82,7 +80,9 @@ def resume(run: Run, folder: Path) -> Progress:
         CheckpointError: If the checkpoint does not fit this model, or has other settings.
     """
     state = read_state(folder)
-    _print_changed_machine(run, state.get("machine", {}))
+    changed = ", ".join(_differences(state.get("machine", {}), machine() | versions()).values())
+    if changed:
+        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {changed}")
     missing = {"identity", "windows", "scheduler", "progress"} - state.keys()
     if missing:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def resume(run: Run, folder: Path) -> Progress:
         {name: value for name, value in group.items() if name != "params"}
         for group in run.optimizer.param_groups
     ]
-    load_checkpoint(folder, run.model, run.optimizer, trained_only=is_lora(run.model))
+    load_checkpoint(folder, run.model, run.optimizer, trained_only=run.config.has_adapters)
     run.windows.load_state_dict(state["windows"], allow_changes=bool(changes))
     progress = Progress(**state["progress"])
     if state.get("scaler") and "mixed_precision" not in changes:
@@ -111,19 +111,13 @@ def resume(run: Run, folder: Path) -> Progress:
     return progress
 
 
-def _print_changed_machine(run: Run, saved: dict[str, Any]) -> None:
-    """Print in which hardware and versions of packages a run that is resumed differs from its
-    checkpoint. No-op if they are the same.
-    """
-    current = machine() | versions()
-    changed = [
-        f"{name} {value} -> {current.get(name)}"
-        for name, value in saved.items()
-        if current.get(name) != value
-    ]
-    if changed:
-        listed = ", ".join(changed)
-        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {listed}")
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
+    """Return name -> `name old -> new` of the values that differ from those of a checkpoint."""
+    return {
+        name: f"{name} {saved.get(name)!r} -> {value!r}"
+        for name, value in current.items()
+        if saved.get(name) != value
+    }
 
 
 def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:
@@ -145,11 +139,7 @@ def _changes(
     folder: Path, saved: dict[str, Any], identity: dict[str, Any], are_allowed: bool
 ) -> dict[str, str]:
     """Find the settings of a run that is resumed that differ from its checkpoint's."""
-    changes = {
-        name: f"{name} {saved.get(name)!r} -> {value!r}"
-        for name, value in identity.items()
-        if saved.get(name) != value
-    }
+    changes = _differences(saved, identity)
     if changes and not are_allowed:
         raise CheckpointError(
             f"{folder} has other settings: {', '.join(changes.values())}. Use the same settings, "
@@ -171,7 +161,7 @@ def _apply_changed_settings(
     """Apply changed settings (flag `resume_with_changes`) to a run whose weights, moments and
     position were loaded from a checkpoint, and print them.
     """
-    if isinstance(run.windows, WindowLoader):  # a stream's earlier windows are unknown
+    if run.data.stream is None:  # a stream's earlier windows are unknown
         windows_per_epoch = len(run.windows)
         in_this_epoch = min(run.windows.num_consumed, windows_per_epoch)
         progress.num_windows = run.windows.epoch * windows_per_epoch + in_this_epoch

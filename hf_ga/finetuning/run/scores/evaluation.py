@@ -37,9 +37,9 @@ from hf_ga.parallel.processes import broadcast_from_main
 # are padded to one length. A constant, so that the loss does not depend on the layout.
 EVALUATION_WINDOW = 256
 T = TypeVar("T")
-# The loss of a micro-batch, one prediction per sample for the metrics, and what to compare each
-# prediction with; both () if only the loss is computed.
-Forward = tuple[LossParts, Sequence[Any], Sequence[Any]]
+# The loss of a micro-batch, and what a `Reader` read for each sample; () if only the loss is
+# computed.
+Forward = tuple[LossParts, Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class Reader:
     micro-batch, then `compute` for the whole split.
 
     Attributes:
-        compute: A function (predictions, references) -> {name of a metric: value}. It gets lists
-            with an entry for each sample of the split, in the order of the split.
+        compute: A function (entries) -> {name of a metric: value}. It gets what `read` returned for
+            all samples of the split, in the order of the split.
         read: A function (outputs of the model, batch on the device, micro-batch on the CPU) ->
-            (predictions, references). It returns an entry for each sample of the micro-batch.
+            an entry for each sample of the micro-batch, such as (prediction, reference).
         predicts_tokens: Whether the loss is a mean over tokens, so that it has a perplexity.
     """
 
-    compute: Callable[[list[Any], list[Any]], dict[str, float]]
-    read: Callable[[Any, dict[str, Any], MicroBatch], tuple[Sequence[Any], Sequence[Any]]]
+    compute: Callable[[list[Any]], dict[str, float]]
+    read: Callable[[Any, dict[str, Any], MicroBatch], Sequence[Any]]
     predicts_tokens: bool = False
 
 
@@ -181,8 +181,8 @@ def evaluate_samples(
         """Compute the loss of a micro-batch, and read what the metrics compare."""
         outputs, parts = loss.run(batch, len(micro_batch))
         if reader is None:
-            return parts, (), ()
-        return parts, *reader.read(outputs, batch, micro_batch)
+            return parts, ()
+        return parts, reader.read(outputs, batch, micro_batch)
 
     windows = make_windows()
     with evaluation_mode(backend, model), loss.router.patched(), loss.trainable():
@@ -191,22 +191,22 @@ def evaluate_samples(
         forwards = list(run_forwards(backend, windows, forward))
     # To the host only after all forwards, because each copy waits for the device.
     local_results = [
-        (micro_batch.positions, parts.on_host(), *compared)
-        for micro_batch, (parts, *compared) in forwards
+        (micro_batch.positions, parts.on_host(), entries)
+        for micro_batch, (parts, entries) in forwards
     ]
     # A fixed order for every number of ranks.
     gathered = sorted(gather_object(local_results), key=lambda result: result[0][0])
-    mean, num_targets = mean_of_parts([parts for _, parts, *_ in gathered])
+    mean, num_targets = mean_of_parts([parts for _, parts, _ in gathered])
     results = {"loss": mean, "num_targets": num_targets}
     if reader is None or reader.predicts_tokens:
         # Larger losses would overflow.
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if reader is not None:
-        samples: list[tuple[int, Any, Any]] = []
-        for positions, _, predictions, references in gathered:
-            samples += zip(positions, predictions, references, strict=True)
-        _, predictions, references = zip(*sorted(samples, key=itemgetter(0)), strict=True)
+        samples: list[tuple[int, Any]] = []
+        for positions, _, entries in gathered:
+            samples += zip(positions, entries, strict=True)
+        in_order = [entry for _, entry in sorted(samples, key=itemgetter(0))]
         # A metric of the user named `loss` does not replace the loss.
-        results |= reader.compute(list(predictions), list(references)) | results
+        results |= reader.compute(in_order) | results
     # Ranks on other machines may round differently.
     return broadcast_from_main(accelerator, results)

@@ -1,12 +1,12 @@
-"""Metrics of evaluations as `evaluate.Metric` classes, defined here so that nothing is downloaded:
-those of scikit-learn, seqeval and rouge-score, and SQuAD's metrics of answers.
+"""Metrics of evaluations, computed by an `evaluate.Metric` that is defined here, so that nothing is
+downloaded: those of scikit-learn, seqeval and rouge-score, and SQuAD's metrics of answers.
 """
 
 import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,40 +17,37 @@ import seqeval.metrics
 import sklearn.metrics
 from rouge_score.rouge_scorer import RougeScorer
 
-_INTEGER = datasets.Value("int64")
-_FLOAT = datasets.Value("float64")
-_STRING = datasets.Value("string")
-_STRINGS = datasets.Sequence(_STRING)
+# A function (references, predictions) -> the value of a metric.
+Score = Callable[[list[Any], list[Any]], float]
 
 
-def _metric(
-    name: str, score: Callable, prediction_type: Any, reference_type: Any = None
-) -> type[evaluate.Metric]:
-    """Create an `evaluate.Metric` class for the evaluations of a run. Its result is `{name:
-    score(references, predictions)}`.
+class _Scores(evaluate.Metric):
+    """Metrics of an evaluation of a run, as a metric of the library `evaluate`.
+
+    Args:
+        scores: Name of a metric -> its function.
+        features: The types of predictions and references.
     """
-    features = datasets.Features(
-        {"predictions": prediction_type, "references": reference_type or prediction_type}
-    )
 
-    class ScoreMetric(evaluate.Metric):
-        """A metric of the library `evaluate` that calls `score`."""
+    def __init__(self, scores: Mapping[str, Score], features: datasets.Features) -> None:
+        """Keep the functions and types, which the methods below use."""
+        self._scores = scores
+        self._features = features
+        # By default, inputs are written to cache files that processes on one machine would share.
+        super().__init__(keep_in_memory=True)
 
-        def _info(self) -> evaluate.MetricInfo:
-            """Return the name of a metric of evaluations and the types of its inputs.
-            `evaluate.Metric` calls this method.
-            """
-            return evaluate.MetricInfo(description=name, citation="", features=features)
+    def _info(self) -> evaluate.MetricInfo:
+        """Return the types of the inputs of metrics of evaluations. `evaluate.Metric` calls this
+        method.
+        """
+        return evaluate.MetricInfo(description="", citation="", features=self._features)
 
-        def _compute(
-            self, predictions: Sequence[Any], references: Sequence[Any]
-        ) -> dict[str, float]:
-            """Compute the metric over all samples of an evaluation. `evaluate.Metric` calls this
-            method.
-            """
-            return {name: float(score(list(references), list(predictions)))}
-
-    return ScoreMetric
+    def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+        """Compute the metrics of an evaluation. `evaluate.Metric` calls this method."""
+        return {
+            name: float(score(list(references), list(predictions)))
+            for name, score in self._scores.items()
+        }
 
 
 def _accuracy(references: list[Any], predictions: list[Any]) -> float:
@@ -103,11 +100,7 @@ def words_f1(true_words: list[str], predicted_words: list[str]) -> float:
     return 2 * num_common / (len(predicted_words) + len(true_words))
 
 
-def _mean_answer_score(
-    score: Callable[[list[str], list[str]], float],
-    references: list[list[str]],
-    predictions: list[str],
-) -> float:
+def _mean_answer_score(score: Score, references: list[list[str]], predictions: list[str]) -> float:
     """Compute a metric of an evaluation of question answering, as in SQuAD: the mean over questions
     of a score of the predicted answer.
     """
@@ -141,61 +134,51 @@ def _mean_rouge(variant: str, references: list[str], predictions: list[str]) -> 
 
 
 # Metrics of classes, sets of classes and numbers, as `readers.read_logits` returns them.
-METRICS: dict[str, type[evaluate.Metric]] = {
-    "accuracy": _metric("accuracy", _accuracy, _INTEGER),
-    "f1": _metric(
-        "f1", partial(sklearn.metrics.f1_score, average="macro", zero_division=0), _INTEGER
-    ),
-    "exact_match": _metric("exact_match", _accuracy, datasets.Sequence(_INTEGER)),
-    "micro_f1": _metric("micro_f1", _micro_f1, datasets.Sequence(_INTEGER)),
-    "mae": _metric("mae", sklearn.metrics.mean_absolute_error, _FLOAT),
-    "pearson": _metric("pearson", _pearson, _FLOAT),
+METRICS: dict[str, Score] = {
+    "accuracy": _accuracy,
+    "f1": partial(sklearn.metrics.f1_score, average="macro", zero_division=0),
+    "exact_match": _accuracy,
+    "micro_f1": _micro_f1,
+    "mae": sklearn.metrics.mean_absolute_error,
+    "pearson": _pearson,
 }
 # Metrics of named entities: accuracy of tags such as B-PER, I-PER and O, F1 of whole entities. A
 # prediction is the list of a text's tags.
-ENTITY_METRICS = {
-    "accuracy": _metric("accuracy", seqeval.metrics.accuracy_score, _STRINGS),
-    "f1": _metric("f1", partial(seqeval.metrics.f1_score, zero_division=0), _STRINGS),
+ENTITY_METRICS: dict[str, Score] = {
+    "accuracy": seqeval.metrics.accuracy_score,
+    "f1": partial(seqeval.metrics.f1_score, zero_division=0),
 }
 # Metrics of question answering. A reference is the list of the correct answers to a question.
-ANSWER_METRICS = {
-    "exact_match": _metric(
-        "exact_match", partial(_mean_answer_score, list.__eq__), _STRING, _STRINGS
-    ),
-    "f1": _metric("f1", partial(_mean_answer_score, words_f1), _STRING, _STRINGS),
+ANSWER_METRICS: dict[str, Score] = {
+    "exact_match": partial(_mean_answer_score, list.__eq__),
+    "f1": partial(_mean_answer_score, words_f1),
 }
 # Metrics of generated texts.
-TEXT_METRICS = {
-    "exact_match": _metric("exact_match", _fraction_of_equal_texts, _STRING),
-    "rouge1": _metric("rouge1", partial(_mean_rouge, "rouge1"), _STRING),
-    "rouge2": _metric("rouge2", partial(_mean_rouge, "rouge2"), _STRING),
-    "rougeL": _metric("rougeL", partial(_mean_rouge, "rougeL"), _STRING),
+TEXT_METRICS: dict[str, Score] = {
+    "exact_match": _fraction_of_equal_texts,
+    "rouge1": partial(_mean_rouge, "rouge1"),
+    "rouge2": partial(_mean_rouge, "rouge2"),
+    "rougeL": partial(_mean_rouge, "rougeL"),
 }
 
 
-def compute(
-    metrics: Mapping[str, type[evaluate.Metric]], predictions: list[Any], references: list[Any]
-) -> dict[str, float]:
+def compute(scores: Mapping[str, Score], compared: Iterable[tuple[Any, Any]]) -> dict[str, float]:
     """Compute several metrics over all samples of a split, in an evaluation of a run.
 
     Args:
-        metrics: Name of a metric -> its class.
-        predictions: One entry per sample: a text or a list, or an array with a prediction for each
-            target of the sample.
-        references: One entry per sample, like the predictions.
+        scores: Name of a metric -> its function.
+        compared: (prediction, reference) of each sample: texts or lists, or arrays with an entry
+            for each target of the sample.
 
     Returns:
         Name of a metric -> value, which is NaN if no sample has a target.
     """
+    predictions, references = map(list, zip(*compared, strict=True))
     if isinstance(references[0], np.ndarray):
         # All targets of all samples.
         predictions = np.concatenate(predictions)
         references = np.concatenate(references)
     if not len(references):
-        return dict.fromkeys(metrics, math.nan)
-    results: dict[str, float] = {}
-    for metric in metrics.values():
-        # By default, inputs are written to cache files that processes on one machine would share.
-        metric_in_memory = metric(keep_in_memory=True)
-        results |= metric_in_memory.compute(predictions=predictions, references=references)
-    return results
+        return dict.fromkeys(scores, math.nan)
+    inputs = {"predictions": predictions, "references": references}
+    return _Scores(scores, datasets.Dataset.from_dict(inputs).features).compute(**inputs)

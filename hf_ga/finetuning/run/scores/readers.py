@@ -56,8 +56,8 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     if task == "token-classification" and are_entities(labels):
         return Reader(partial(compute, ENTITY_METRICS), partial(_read_entities, labels))
     if task == "question-answering":
-        windows = dataset["window_index"][:]
-        return Reader(partial(answer_metrics, windows), partial(_read_answers, dataset))
+        columns = (dataset["window_index"][:], dataset["answers"][:])
+        return Reader(partial(answer_metrics, *columns), partial(_read_answers, dataset))
     if setup.config.predict_with_generate:
         read = partial(_read_generated, setup, model, dataset)
         return Reader(partial(compute, TEXT_METRICS), read, predicts_tokens=True)
@@ -68,26 +68,20 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
 
 def _read_entities(
     labels: list[str], outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-) -> tuple[list[list[str]], list[list[str]]]:
+) -> list[tuple[list[str], list[str]]]:
     """Return the predicted and the true tags of each text of an evaluation by their names, the
     input of seqeval, which computes metrics of named entities.
     """
     names = np.asarray(labels)
-    predicted_ids, true_ids = read_logits(outputs, batch, micro_batch)
-    predicted_names = [names[ids].tolist() for ids in predicted_ids]
-    true_names = [names[ids].tolist() for ids in true_ids]
-    return predicted_names, true_names
+    pairs = read_logits(outputs, batch, micro_batch)
+    return [(names[predicted].tolist(), names[true].tolist()) for predicted, true in pairs]
 
 
 def _read_answers(
     dataset: Dataset, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-) -> tuple[list[Span], list[list[str]]]:
-    """Return the best span of each sample of question answering in an evaluation, and the correct
-    answers to its question.
-    """
-    samples = [dataset[int(i)] for i in micro_batch.sample_ids]
-    correct_answers = [sample["answers"] for sample in samples]
-    return read_spans(outputs, samples), correct_answers
+) -> list[Span]:
+    """Return the best span of each sample of question answering in an evaluation."""
+    return read_spans(outputs, [dataset[int(i)] for i in micro_batch.sample_ids])
 
 
 def _read_generated(
@@ -97,24 +91,24 @@ def _read_generated(
     outputs: Any,
     batch: dict[str, Any],
     micro_batch: MicroBatch,
-) -> tuple[list[str], list[str]]:
+) -> list[tuple[str, str]]:
     """Generate a text for each source text of a seq2seq batch in an evaluation (with the flag
     `predict_with_generate`), and return the generated and the target texts.
     """
     targets = [dataset[int(i)]["target"] for i in micro_batch.sample_ids]
-    return generated_targets(setup, model, batch), targets
+    return list(zip(generated_targets(setup, model, batch), targets, strict=True))
 
 
 def answer_metrics(
-    windows: Sequence[int], spans: Sequence[Span], references: Sequence[list[str]]
+    windows: Sequence[int], correct_answers: Sequence[list[str]], spans: Sequence[Span]
 ) -> dict[str, float]:
     """Compute the metrics of question answering in an evaluation. A long context is split into
     overlapping windows, and the answer to a question is the best one over its windows.
 
     Args:
         windows: The index of each window within its question, from 0.
+        correct_answers: The correct answers to the question of each window.
         spans: The best span in each window.
-        references: The correct answers to the question of each window.
 
     Returns:
         Name of a metric in `ANSWER_METRICS` -> mean over the questions.
@@ -123,8 +117,8 @@ def answer_metrics(
         best_answer(question_spans)["answer"] for question_spans in by_question(windows, spans)
     ]
     # All windows of a question have the same correct answers.
-    correct_answers = [repeated[0] for repeated in by_question(windows, references)]
-    return compute(ANSWER_METRICS, answers, correct_answers)
+    correct = [repeated[0] for repeated in by_question(windows, correct_answers)]
+    return compute(ANSWER_METRICS, zip(answers, correct, strict=True))
 
 
 def logits_reader(metrics: Sequence[str]) -> Reader:
@@ -140,7 +134,7 @@ def logits_reader(metrics: Sequence[str]) -> Reader:
 
 def read_logits(
     outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Read, in an evaluation of a run, predictions from the logits of a classification or
     regression head, and references from the labels.
 
@@ -158,8 +152,7 @@ def read_logits(
         micro_batch: The same batch on the CPU, with its labels.
 
     Returns:
-        Predictions and references. Each is a list with an array for each sample, which has an
-        entry for each of its targets.
+        Prediction and reference of each sample, two arrays with an entry for each of its targets.
     """
     logits = outputs.logits.float().cpu().numpy()
     labels = micro_batch.batch["labels"].numpy()
@@ -167,13 +160,13 @@ def read_logits(
         is_regression = labels.ndim == 1
         predicted = logits[:, 0] if is_regression else logits > 0
         dtype = np.float64 if is_regression else np.int64
-        return list(predicted[:, None].astype(dtype)), list(labels[:, None].astype(dtype))
+        arrays = (array[:, None].astype(dtype) for array in (predicted, labels))
+        return list(zip(*arrays, strict=True))
     labels = labels.reshape(len(labels), -1)
     predicted = logits.argmax(-1).reshape(labels.shape)
     is_target = labels != IGNORED_LABEL
-    predictions = [row[mask] for row, mask in zip(predicted, is_target, strict=True)]
-    references = [row[mask] for row, mask in zip(labels, is_target, strict=True)]
-    return predictions, references
+    rows = zip(predicted, labels, is_target, strict=True)
+    return [(row[mask], true[mask]) for row, true, mask in rows]
 
 
 def user_metrics_reader(setup: Setup, model: nn.Module) -> Reader:
@@ -189,10 +182,9 @@ def user_metrics_reader(setup: Setup, model: nn.Module) -> Reader:
         model: The prepared model.
     """
 
-    def compute_of_split(predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    def compute_of_split(samples: list[tuple[Any, Any]]) -> dict[str, float]:
         """Join the predictions and labels of all samples, and call `compute_metrics`."""
-        prediction = EvalPrediction(_join_samples(predictions), _join_samples(references))
-        return compute_user_metrics(setup, prediction)
+        return compute_user_metrics(setup, EvalPrediction(*_join_samples(samples)))
 
     return Reader(
         compute=compute_of_split,
@@ -203,9 +195,9 @@ def user_metrics_reader(setup: Setup, model: nn.Module) -> Reader:
 
 def _read_for_user(
     setup: Setup, model: nn.Module, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return, for a micro-batch of an evaluation, the predictions and the labels that the user's
-    `compute_metrics` gets.
+) -> Sequence[tuple[Any, Any]]:
+    """Return, for each sample of a micro-batch of an evaluation, the prediction and the labels that
+    the user's `compute_metrics` gets.
     """
     ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
     predicted = []
@@ -219,9 +211,7 @@ def _read_for_user(
         logits = generated_ids(setup, model, batch)
     if setup.preprocess_logits_for_metrics is not None:
         logits = setup.preprocess_logits_for_metrics(logits, labels)
-    predictions = nested_numpify(convert_to_fp32(logits))
-    references = nested_numpify(labels)
-    return _split_into_samples(predictions), _split_into_samples(references)
+    return _split_into_samples(nested_numpify((convert_to_fp32(logits), labels)))
 
 
 def compute_user_metrics(setup: Setup, prediction: EvalPrediction) -> dict[str, float]:
