@@ -2,9 +2,10 @@
 each checked by loading it again, the summary, and the plot of the curves.
 """
 
-from pathlib import Path
+from pathlib import math
 from typing import Any
 
+import Path
 import torch
 from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
@@ -207,9 +208,9 @@ def write_reports(folder: Path, summary: dict[str, Any]) -> None:
     Raises:
         CheckpointError: If a write fails.
     """
+    loss = summary.get("eval_loss", math.nan)  # missing if an earlier version has trained all steps
     title = (
-        f"{summary['config']['task']}: validation loss {summary['eval_loss']:.4f} after "
-        f"{summary['steps']} steps"
+        f"{summary['config']['task']}: validation loss {loss:.4f} after {summary['steps']} steps"
     )
     with writing(folder / "curves.png", folder):
         plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title)
