@@ -2,10 +2,10 @@
 each checked by loading it again, the summary, and the plot of the curves.
 """
 
-from pathlib import math
+import math
+from pathlib import Path
 from typing import Any
 
-import Path
 import torch
 from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
