@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import pyarrow as pa
 from datasets import ClassLabel, Dataset, DatasetDict, Value
 
 from hf_ga.errors import DataError
@@ -132,7 +131,7 @@ def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
 
     Raises:
         DataError: If a column is missing in a split, one column has two roles, texts are not
-            strings or not valid UTF-8, or weights are not numbers of at least 0.
+            strings, or weights are not numbers of at least 0.
     """
     for split, dataset in rows.items():
         for role, column in roles.items():
@@ -194,13 +193,6 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
             rule=rule,
             remedy=remedy,
         )
-    # Check the encoding of the whole column here, before rows are read one by one.
-    try:
-        dataset.data.column(role).validate(full=True)
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"the {role} column of the {split} rows is not valid UTF-8: convert the file to UTF-8."
-        ) from error
 
 
 def _has_only_strings(feature: Any) -> bool:

@@ -1,20 +1,17 @@
 """JSON files that are one object instead of one row per line: rows under a key, splits as keys, and
 the formats that pandas' `to_json` writes.
 
-`datasets` would read such a file as a single row. Its rows are written again as JSON lines, into
-the cache of `datasets`, which then reads them as it reads any other file.
+`datasets` would read such a file as a single row.
 """
 
 import gzip
 import json
-import os
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from hashlib import sha256
+from inspect import signature
 from pathlib import Path
 from typing import Any, TextIO
 
-import datasets
+from datasets import Dataset
 
 from hf_ga.errors import DataError
 
@@ -34,51 +31,52 @@ SPLIT_NAMES = {
 }
 # Keys that every message of a conversation has: in OpenAI's format, and in ShareGPT's.
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
+# With newer versions of `datasets`, the items of a column may have different types.
+_HAS_MIXED = "on_mixed_types" in signature(Dataset.from_dict).parameters
+_MIXED: dict[str, Any] = {"on_mixed_types": "use_json"} if _HAS_MIXED else {}
 
 
-def convert_to_json_lines(path: str, field: str | None) -> tuple[dict[str | None, str], str | None]:
-    """Write the rows of a JSON file that is one object as JSON lines, a file for each split, into
-    the cache of `datasets`. Files that `datasets` reads itself are not converted.
+def read_document(
+    path: str, field: str | None
+) -> tuple[dict[str | None, Dataset], str | None] | None:
+    """Read the rows of a JSON file that is one object.
 
     Args:
         path: The JSON file, optionally compressed (.gz).
         field: Key of the rows, with dots for nested keys. None: search for the rows.
 
     Returns:
-        (split -> file of JSON lines; a line for the log, which says where the rows were found).
-        The split is None if the file does not name splits. For a file that is a list of rows, or
-        has one row per line: ({None: path}, None).
+        (split -> rows; a line for the log, which says where the rows were found). The split is None
+        if the file does not name splits. None for a file that `datasets` can read: one with a list
+        of rows, or with one row per line.
 
     Raises:
         DataError: If there are no rows under `field`, or rows under more than one key.
 
     Example:
-        files, note = convert_to_json_lines("rows.json", None)  # {"data": [{"text": "a"}, ...]}
-        print(files[None], note)  # a file of the cache; rows.json: rows under the key `data`
+        splits, note = read_document("rows.json", None)  # {"data": [{"text": "a"}, ...]}
+        print(splits[None], note)  # a dataset; rows.json: rows under the key `data`
     """
     file = Path(path)
     # In .jsonl and .ndjson files, a single line is a row.
     line_is_row = field is None and ".json" not in file.suffixes
     document = _read_single_object(file, line_is_row)
-    if document is None and field is not None:
-        raise DataError(
-            f"field {field} names a key of a JSON file that is one object, but {path} has one row "
-            "per line or is a list of rows: omit field."
-        )
-    found = None
     if field is not None:
         found = _rows_under_field(document, field, path)
-    elif document is not None:
-        found = _find_rows(document, path)
+    else:
+        found = _find_rows(document, path) if document else None
     if found is None:
-        return {None: path}, None
+        return None
     rows_by_split, description = found
-    files = {
-        split: _write_json_lines(rows, file.name.partition(".")[0])
-        for split, rows in rows_by_split.items()
-        if rows
-    }
-    return files, f"{file.name}: {description}"
+    splits = {split: to_dataset(rows) for split, rows in rows_by_split.items() if rows}
+    return splits, f"{file.name}: {description}"
+
+
+def to_dataset(rows: Sequence[Row]) -> Dataset:
+    """Make a dataset of rows, some of which may lack keys or have values of other types."""
+    # Not `Dataset.from_list`, which takes the names of columns from the first row.
+    names = dict.fromkeys(name for row in rows for name in row)
+    return Dataset.from_dict({name: [row.get(name) for row in rows] for name in names}, **_MIXED)
 
 
 def open_json(path: str | Path) -> TextIO:
@@ -89,29 +87,29 @@ def open_json(path: str | Path) -> TextIO:
 
 def _read_single_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:
     """Read a JSON file if its whole content is one object."""
-    try:
-        with open_json(path) as file:
-            lines = (line.lstrip() for line in file if line.strip())
-            first_line = next(lines, "")
-            if first_line.startswith("null"):  # which would crash the process in pyarrow's reader
-                raise DataError(
-                    f"the file {path} begins with `null` instead of a row: remove that line."
-                )
-            if not first_line.startswith("{"):
-                return None
-            try:
-                row = json.loads(first_line)
-            except json.JSONDecodeError:  # an object that spans several lines
-                return json.loads(first_line + file.read())
-            return None if line_is_row or any(lines) else row
-    except DataError:
-        raise
-    except (ValueError, OSError, EOFError, zlib.error):
-        return None
+    with open_json(path) as file:
+        lines = (line.lstrip() for line in file if line.strip())
+        first_line = next(lines, "")
+        if first_line.startswith("null"):  # which would crash the process in pyarrow's reader
+            raise DataError(
+                f"the file {path} begins with `null` instead of a row: remove that line."
+            )
+        if not first_line.startswith("{"):
+            return None
+        try:
+            row = json.loads(first_line)
+        except json.JSONDecodeError:  # an object that spans several lines
+            return json.loads(first_line + file.read())
+        return None if line_is_row or any(lines) else row
 
 
-def _rows_under_field(document: Mapping[str, Any], field: str, path: str) -> FoundRows:
+def _rows_under_field(document: Mapping[str, Any] | None, field: str, path: str) -> FoundRows:
     """Return the rows under the key that the option `field` names."""
+    if document is None:
+        raise DataError(
+            f"field {field} names a key of a JSON file that is one object, but {path} has one row "
+            "per line or is a list of rows: omit field."
+        )
     value: Any = document
     for key in field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -251,19 +249,3 @@ def _is_list_of(item_type: type, value: Any) -> bool:
     """Return whether a JSON value is a non-empty list whose items all have the given type."""
     is_list = isinstance(value, list) and bool(value)
     return is_list and all(isinstance(item, item_type) for item in value)
-
-
-def _write_json_lines(rows: Sequence[Row], name: str) -> str:
-    """Write rows as JSON lines into the cache of `datasets`, unless a file with the same content is
-    there.
-    """
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_ga"
-    file = folder / f"{name}-{sha256(content).hexdigest()[:16]}.jsonl"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        # Other processes may write the same file, so each writes its own and renames it.
-        partial = file.with_suffix(f".{os.getpid()}.partial")
-        partial.write_bytes(content)
-        partial.replace(file)
-    return str(file)

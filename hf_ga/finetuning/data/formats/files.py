@@ -16,7 +16,7 @@ from datasets.utils import logging
 from hf_ga.errors import DataError, HfGaError
 from hf_ga.finetuning.data.formats.dates import with_dates_as_texts
 from hf_ga.finetuning.data.formats.delimited import convert_columns, load_delimited
-from hf_ga.finetuning.data.formats.documents import convert_to_json_lines
+from hf_ga.finetuning.data.formats.documents import read_document
 
 # Extension -> type of a file, which is the name of its builder in `datasets`.
 FILE_TYPES = {
@@ -205,23 +205,22 @@ def _load_file(
     if file_type == "csv":
         rows, note = load_delimited(path, streaming=streaming)
         return {None: rows}, note
-    path_by_split: dict[str | None, str] = {None: path}
-    note = None
-    if file_type == "json":
-        path_by_split, note = convert_to_json_lines(path, field)
-    rows_by_split = {}
-    for split, split_path in path_by_split.items():
-        rows = load_dataset(
-            file_type,
-            data_files=escape(split_path),  # `datasets` would read wildcards as a pattern
-            split="train",
-            streaming=streaming,
-            **BUILDER_OPTIONS.get(file_type, {}),
-        )
-        if file_type == "json":
-            rows = with_dates_as_texts(rows, split_path)
-        rows_by_split[split] = rows
-    return rows_by_split, note
+    document = read_document(path, field) if file_type == "json" else None
+    if document is not None:
+        rows_by_split, note = document
+        if streaming:
+            rows_by_split = {
+                split: rows.to_iterable_dataset() for split, rows in rows_by_split.items()
+            }
+        return rows_by_split, note
+    rows = load_dataset(
+        file_type,
+        data_files=escape(path),  # `datasets` would read wildcards as a pattern
+        split="train",
+        streaming=streaming,
+        **BUILDER_OPTIONS.get(file_type, {}),
+    )
+    return {None: with_dates_as_texts(rows, path) if file_type == "json" else rows}, None
 
 
 def _concatenate(parts: Sequence[tuple[str, Any]]) -> Any:
