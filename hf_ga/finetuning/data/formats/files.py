@@ -9,7 +9,13 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel, concatenate_datasets, load_dataset, load_dataset_builder
+from datasets import (
+    ClassLabel,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+    load_dataset_builder,
+)
 from datasets.packaged_modules.json.json import JsonConfig
 from datasets.utils import logging
 
@@ -30,6 +36,8 @@ FILE_TYPES = {
     ".parquet": "parquet",
 }
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# Seed of mixed datasets. Not the run's seed, so that runs with different seeds have the same rows.
+MIX_SEED = 0
 MAX_POINTER_BYTES = 1024  # by the specification of git-lfs
 # Type of a file -> options of its builder in `datasets`.
 BUILDER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -98,7 +106,7 @@ def load_splits(
             parts.setdefault(name or split, []).append((path, rows))
         if note is not None and note not in notes:
             notes.append(note)
-    splits = {name: _concatenate(of_split) for name, of_split in parts.items()}
+    splits = {name: join(of_split) for name, of_split in parts.items()}
     if file_type == "csv":
         return {name: convert_columns(rows) for name, rows in splits.items()}
     return splits
@@ -223,8 +231,17 @@ def _load_file(
     return {None: with_dates_as_texts(rows, path) if file_type == "json" else rows}, None
 
 
-def _concatenate(parts: Sequence[tuple[str, Any]]) -> Any:
-    """Concatenate the rows of files, (name, rows), with the columns and types of the first file."""
+def join(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None = None) -> Any:
+    """Concatenate the rows of files or datasets, or mix them at random by weights, with the columns
+    and types of the first.
+
+    Args:
+        parts: (name of the file or dataset, its rows or stream) of each.
+        weights: Proportions of the parts in the mix, which ends with the last row of any part.
+
+    Raises:
+        DataError: If one has other columns than the first, or values or classes that do not fit.
+    """
     if len(parts) == 1:
         return parts[0][1]
     features = parts[0][1].features
@@ -239,7 +256,14 @@ def _concatenate(parts: Sequence[tuple[str, Any]]) -> Any:
                     _check_same_classes(parts[0], (name, rows))
                     rows = rows.cast(features)
             all_rows.append(rows)
-        return concatenate_datasets(all_rows)
+        if weights is None:
+            return concatenate_datasets(all_rows)
+        return interleave_datasets(
+            all_rows,
+            probabilities=[weight / sum(weights) for weight in weights],
+            seed=MIX_SEED,
+            stopping_strategy="first_exhausted",
+        )
 
 
 def _check_same_classes(first: tuple[str, Any], other: tuple[str, Any]) -> None:
