@@ -173,7 +173,7 @@ BROKEN = {
     "JSON of no list": ({"messages": ["3"]}, "must be a list of messages"),
     "a dict of lists": (
         {"messages": [{"role": ["user"], "content": ["Hi"]}]},
-        "must be a list of messages",
+        "role of a message must be a string",
     ),
     "no dict": ({"messages": [["Hi"]]}, "strings role and content"),
     "no content": ({"messages": [[{"role": "user"}]]}, "strings role and content"),

@@ -51,9 +51,7 @@ def read_conversation(row: dict[str, Any]) -> Conversation:
         if turns and turns[0].message["role"] == "system":
             raise DataError("the row has a column system and a system turn: keep one")
         turns = [_make_turn("system", row["system"]), *turns]
-    options = parse_json(row.get("chat_template_kwargs") or {}, OPTIONS_RULE) or {}
-    if not isinstance(options, dict):
-        raise DataError(f"{OPTIONS_RULE}, got {options!r:.80}")
+    options = parse_json(row.get("chat_template_kwargs"), dict, OPTIONS_RULE)
     return Conversation(
         messages=[turn.message for turn in turns],
         targets=[i for i, turn in enumerate(turns) if turn.is_target],
@@ -92,8 +90,7 @@ def _read_instruction(row: dict[str, Any]) -> list[Turn]:
     instruction = _make_turn("user", row["instruction"])
     if row.get("input") not in (None, ""):
         input_text = _make_turn("user", row["input"]).message["content"]
-        instruction_text = instruction.message["content"]
-        instruction = _make_turn("user", instruction_text + PARAGRAPH + input_text)
+        instruction.message["content"] += PARAGRAPH + input_text
     return [*turns, instruction, _make_turn("assistant", row["output"])]
 
 
@@ -110,25 +107,21 @@ def _read_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     """
     tools = []
     for name in ("tools", "functions"):
-        schemas = parse_json(row.get(name) or [], TOOLS_RULE) or []
-        if not isinstance(schemas, list):
-            raise DataError(f"{TOOLS_RULE}, got {schemas!r:.80}")
-        tools += [_read_tool(without_none(parse_json(schema, TOOLS_RULE))) for schema in schemas]
+        for schema in parse_json(row.get(name), list, TOOLS_RULE):
+            tools.append(_read_tool(without_none(parse_json(schema, dict, TOOLS_RULE))))
     return tools or None
 
 
-def _read_tool(tool: Any) -> dict[str, Any]:
+def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Convert the JSON schema of a function to the format that chat templates expect: {"type":
     "function", "function": {"name": ..., "parameters": {...}}}.
     """
-    if not isinstance(tool, dict):
-        raise DataError(f"{TOOLS_RULE}, got {tool!r:.80}")
     if "function" not in tool:
         tool = {"type": "function", "function": tool}
     function = tool["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{TOOLS_RULE}, each with the name of its function, got {tool!r:.80}")
     if "parameters" in function:
-        parameters = parse_json(function["parameters"], TOOLS_RULE)
+        parameters = parse_json(function["parameters"], dict, TOOLS_RULE)
         tool = {**tool, "function": {**function, "parameters": parameters}}
     return tool

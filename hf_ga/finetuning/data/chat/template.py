@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -55,6 +56,13 @@ class ChatTemplate:
             add_generation_prompt=add_generation_prompt,
             **self.options,
         )
+
+    def try_render(self, messages: list[Message], **options: bool) -> str | None:
+        """Render messages; None if the template fails because they lack something."""
+        try:
+            return self.render(messages, **options)
+        except (TemplateError, TypeError):
+            return None
 
     def generation_prompt(self, messages: list[Message], text_with_prompt: str) -> str | None:
         """Return the generation prompt that the chat template appends to messages, such as

@@ -2,8 +2,6 @@
 
 from os.path import commonprefix
 
-from jinja2 import TemplateError
-
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.conversation import Conversation
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Message, Span
@@ -73,12 +71,10 @@ def _locate_by_marker(
     # is `head ... ending rest`. The ending is known from a rendering in which nothing follows.
     marked_turn = {"role": "assistant", "content": MARKER}
     marked_messages = [*messages[:index], marked_turn, *messages[index + 1 :]]
-    try:
-        marked_text = template.render(marked_messages)
-        # The marked turn is last here, and the generation prompt follows it.
-        last_turn_text = template.render(marked_messages[: index + 1], add_generation_prompt=True)
-    except TemplateError:
-        return None
+    marked_text = template.try_render(marked_messages) or ""
+    # The marked turn is last here, and the generation prompt follows it.
+    last_messages = marked_messages[: index + 1]
+    last_turn_text = template.try_render(last_messages, add_generation_prompt=True) or ""
     prompt = template.generation_prompt(messages[:index], text_before)
     if prompt is None or marked_text.count(MARKER) != 1 or last_turn_text.count(MARKER) != 1:
         return None
