@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
     encoding_settings,
     split_into_blocks,
-    tokenize_completions,
 )
 from hf_ga.finetuning.data.formats.corpus import SPLITS
 from hf_ga.finetuning.data.formats.files import load_files, wrap_read_errors
@@ -210,7 +209,7 @@ def prepare_data(
         if "validation" in rows:
             data.identity["validation"] = _hash_rows(rows["validation"], data)
     if stream is not None:
-        tokenize = _tokenize_function(data.columns, options, data)
+        tokenize = _tokenize_function(options, data)
         data.stream = StreamedSamples(
             stream, _dataset_names(options), data.columns, data.labels, tokenize
         )
@@ -327,12 +326,10 @@ def _drop_unlabelled_test_rows(rows: DatasetDict, data: PreparedData) -> Dataset
     return rows
 
 
-def _tokenize_function(roles: Iterable[str], options: DataOptions, data: PreparedData) -> partial:
+def _tokenize_function(options: DataOptions, data: PreparedData) -> partial:
     """Return the tokenization of the task with all its settings: a function from a batch of rows (a
     list per role) to samples (a list per column).
     """
-    has_conversations = bool(chat_columns(list(roles)))
-    tokenize = tokenize_completions if has_conversations else data.task.tokenize
     # Only some tasks have these options: other tokenizations have no such argument.
     task_options = {
         "prefix": options.source_prefix,
@@ -341,7 +338,7 @@ def _tokenize_function(roles: Iterable[str], options: DataOptions, data: Prepare
     }
     settings = {name: value for name, value in task_options.items() if value is not None}
     return partial(
-        tokenize,
+        data.task.tokenize,
         tokenizer=data.tokenizer,
         # Texts that become blocks are not truncated.
         max_length=None if options.block_size else options.max_length,
@@ -393,7 +390,7 @@ def _map_tokenization(
     rows: Dataset, split: str, options: DataOptions, data: PreparedData
 ) -> Dataset:
     """Tokenize all rows of a split, or load them from the cache of `datasets`."""
-    tokenize = _tokenize_function(rows.column_names, options, data)
+    tokenize = _tokenize_function(options, data)
     # The cache needs an explicit key: that of `datasets` is made of the pickled tokenizer, which
     # changes when the tokenizer is used.
     settings = [value for name, value in tokenize.keywords.items() if name != "tokenizer"]

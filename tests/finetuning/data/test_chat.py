@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from hf_ga import DataError
 from hf_ga.finetuning.data.chat.rendering import RenderedRow, render_rows
-from hf_ga.finetuning.data.encoding.tokenization import tokenize_completions
+from hf_ga.finetuning.data.encoding.tokenization import tokenize_causal
 from hf_ga.finetuning.data.formats import corpus
 
 IGNORED = -100
@@ -61,7 +61,7 @@ def targets(rows, tokenizer):
 
 def decoded_targets(rows, tokenizer):
     """Of each row the labelled ids as text."""
-    labels = tokenize_completions(rows, tokenizer, 512)["labels"]
+    labels = tokenize_causal(rows, tokenizer, 512)["labels"]
     return [tokenizer.decode([i for i in row if i != IGNORED]) for row in labels]
 
 
@@ -136,14 +136,14 @@ def test_prompts_and_completions_of_messages():
 
 
 def test_no_messages_are_an_empty_row():
-    out = tokenize_completions({"messages": [[], turns("Hi", "Yes")]}, tokenizer_with(CHATML), 64)
+    out = tokenize_causal({"messages": [[], turns("Hi", "Yes")]}, tokenizer_with(CHATML), 64)
     assert out["input_ids"][0] == []
     assert out["labels"][0] == []
     assert out["num_targets"][0] == 0 < out["num_targets"][1]
-    out = tokenize_completions({"prompt": [[]], "completion": [[]]}, tokenizer_with(CHATML), 64)
+    out = tokenize_causal({"prompt": [[]], "completion": [[]]}, tokenizer_with(CHATML), 64)
     assert out["input_ids"] == [[]]
     assert out["num_targets"] == [0]
-    out = tokenize_completions(
+    out = tokenize_causal(
         {"messages": [turns("Hi"), turns("Hi", system="Obey.")]}, tokenizer_with(CHATML), 64
     )
     assert out["num_targets"] == [0, 0] and all(out["length"])  # no answer: no target
@@ -259,13 +259,13 @@ def test_nothing_is_added_to_what_a_template_writes():
         single="<cls> $A", special_tokens=[("<cls>", tokenizer.cls_token_id)]
     )
     rows = {"prompt": ["Hi"], "completion": ["Hello!"]}
-    ids = tokenize_completions(rows, tokenizer, 512)["input_ids"][0]
+    ids = tokenize_causal(rows, tokenizer, 512)["input_ids"][0]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
         turns("Hi", "Hello!"), tokenize=False
     )
     tokenizer.chat_template = None
     assert (
-        tokenizer.decode(tokenize_completions(rows, tokenizer, 512)["input_ids"][0])
+        tokenizer.decode(tokenize_causal(rows, tokenizer, 512)["input_ids"][0])
         == "<cls>HiHello!<eos>"
     )
 

@@ -295,7 +295,10 @@ REFUSED = {
     "a user to learn": ([said("user", "Hi", train=True)], "train asks to learn.*of the user"),
     "a system to learn": ([said("system", "Hi", weight=1)], "weight asks to learn.*of the system"),
     "two roles": ([{"role": "user", "from": "gpt", "content": "a"}], "different role and from"),
-    "two contents": ([{"role": "user", "value": "b", "content": "a"}], "different value and content"),
+    "two contents": (
+        [{"role": "user", "value": "b", "content": "a"}],
+        "different value and content",
+    ),
     "nothing said": ([said("user", None)], "needs the strings role and content"),
     "no calls either": ([said("assistant", None, tool_calls=[])], "strings role and content"),
     "thoughts of numbers": (

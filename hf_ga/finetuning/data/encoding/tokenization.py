@@ -29,98 +29,83 @@ Rows = dict[str, list]
 
 
 def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Tokenize plain texts for a causal language model: each text, then the end-of-text token.
-    Every token except the first is a target.
+    """Tokenize plain texts, conversations, or prompts with completions, for a causal language
+    model. The end-of-text token follows what no chat template wrote.
+
+    The targets are the completions, or all tokens of a plain text; the first token of a sample is
+    none, because nothing predicts it.
 
     Args:
-        rows: A batch of rows by column: `text`.
-        tokenizer: The tokenizer of the model.
+        rows: A batch of rows by column: `text`, or the columns of `chat_columns`.
+        tokenizer: The tokenizer of the model, with offsets unless the rows are plain texts.
         max_length: Maximum number of tokens of a sample. None: no truncation.
 
     Returns:
-        `input_ids`, `length`, `num_targets` and `was_truncated`. Empty texts have no tokens.
-    """
-    texts = [text or "" for text in rows["text"]]
-    encoded = tokenizer(texts, return_special_tokens_mask=True, verbose=False)
-    full = clear_rows_without_content(_add_end_token(encoded["input_ids"], tokenizer), texts)
-    truncated = []
-    for ids, special_tokens_mask in zip(full, encoded["special_tokens_mask"], strict=True):
-        num_prefix = _num_prefix_tokens(ids, special_tokens_mask, tokenizer)
-        truncated.append(truncate(ids, max_length, tokenizer.truncation_side, num_prefix))
-    num_targets = [max(0, len(ids) - 1) for ids in truncated]
-    return make_samples({"input_ids": truncated}, full, _is_shorter(truncated, full), num_targets)
-
-
-def tokenize_completions(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None
-) -> Rows:
-    """Tokenize conversations, or prompts with completions, for a causal language model. The targets
-    are the tokens of the completions.
-
-    Args:
-        rows: A batch of rows by column, the columns of `chat_columns`.
-        tokenizer: The tokenizer of the model, with offsets.
-        max_length: Maximum number of tokens of a sample. None: no truncation.
-
-    Returns:
-        `input_ids`, `length`, `num_targets`, `was_truncated`; `labels`, the ids of the targets, and
-        -100 elsewhere; `notes`, what the chat template omits from each row, one note per line.
+        `input_ids`, `length`, `num_targets` and `was_truncated`. Empty texts have no tokens. Except
+        for plain texts: `labels`, the ids of the targets, and -100 elsewhere; `notes`, what the
+        chat template omits from each row, one note per line.
 
     Raises:
-        ConfigError: If the tokenizer has no offsets.
+        ConfigError: If a tokenizer that needs offsets has none.
         DataError: If a row cannot be rendered (see `render_rows`), or the template never ends a
             turn of the assistant (see `check_ending`).
     """
-    check_fast(tokenizer)
-    special_ids = special_token_ids(tokenizer)
-    side = tokenizer.truncation_side
-    full: list[list[int]] = []
-    truncated: list[list[int]] = []
-    labels: list[list[int]] = []
-    notes: list[str] = []
-    for row in render_rows(rows, tokenizer):
-        ids, full_labels, num_prefix = _tokenize_rendered(row, tokenizer, special_ids)
-        full.append(ids)
-        truncated.append(truncate(ids, max_length, side, num_prefix))
-        labels.append(truncate(full_labels, max_length, side, num_prefix))
-        notes.append("\n".join(row.notes))
-    # Nothing predicts the first token, so it never counts as a target.
-    num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in labels]
-    columns = {"input_ids": truncated, "labels": labels}
-    samples = make_samples(columns, full, _is_shorter(truncated, full), num_targets)
-    return {**samples, "notes": notes}
-
-
-def _tokenize_rendered(
-    row: RenderedRow, tokenizer: PreTrainedTokenizerBase, special_ids: set[int]
-) -> tuple[list[int], list[int], int]:
-    """Tokenize one rendered conversation, or one prompt with its completion, without truncation."""
+    is_plain = "text" in rows
+    if is_plain:
+        rendered = [RenderedRow(text or "", [], is_templated=False) for text in rows["text"]]
+    else:
+        check_fast(tokenizer)
+        rendered = list(render_rows(rows, tokenizer))
     encoded = tokenizer(
-        row.text,
+        [row.text for row in rendered],
         # A chat template writes special tokens itself.
-        add_special_tokens=not row.is_templated,
-        return_offsets_mapping=True,
+        add_special_tokens=not any(row.is_templated for row in rendered),
+        return_offsets_mapping=not is_plain,
         return_special_tokens_mask=True,
         verbose=False,
     )
-    # An empty text has no tokens, not even special ones.
-    ids = encoded["input_ids"] if row.text else []
-    can_end = tokenizer.eos_token_id is not None
-    adds_end = bool(row.text) and not row.is_templated and can_end
-    if adds_end:
-        ids = _add_end_token([ids], tokenizer)[0]
-    # An end token that was just added has no offsets.
-    starts, ends = _token_characters(encoded["offset_mapping"][: len(ids)])
+    eos = tokenizer.eos_token_id
+    side = tokenizer.truncation_side
+    special_ids = special_token_ids(tokenizer)
+    full: list[list[int]] = []
+    columns: Rows = {"input_ids": [], "labels": []}
+    for i, row in enumerate(rendered):
+        # An empty text has no tokens, not even special ones.
+        ids = encoded["input_ids"][i] if row.text else []
+        if row.text and not row.is_templated:
+            ids = _add_end_token([ids], tokenizer)[0]
+        labels = ids
+        if not is_plain:
+            labels = _labels(row, ids, encoded["offset_mapping"][i], eos, special_ids)
+        num_prefix = _num_prefix_tokens(ids, encoded["special_tokens_mask"][i], tokenizer)
+        for name, values in (("input_ids", ids), ("labels", labels)):
+            columns[name].append(truncate(values, max_length, side, num_prefix))
+        full.append(ids)
+    num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in columns["labels"]]
+    if is_plain:
+        del columns["labels"]
+    samples = make_samples(columns, full, _is_shorter(columns["input_ids"], full), num_targets)
+    return samples if is_plain else {**samples, "notes": ["\n".join(row.notes) for row in rendered]}
+
+
+def _labels(
+    row: RenderedRow,
+    ids: list[int],
+    offsets: Sequence[tuple[int, int]],
+    eos: int | None,
+    special_ids: set[int],
+) -> list[int]:
+    """Return the ids of the tokens that a rendered row has as targets, and -100 elsewhere."""
+    # An end token that was added has no offsets.
+    starts, ends = _token_characters(offsets[: len(ids)])
     if row.is_templated:
         check_ending(row, ids, starts, ends, special_ids)
     is_target = np.zeros(len(ids), bool)
     for start, end in row.targets:
         is_target[: len(starts)] |= (starts < end) & (ends > start) & (ends > starts)
-    if adds_end:
-        is_target[-1] = True
-    labels = np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist()
-    num_prefix = _num_prefix_tokens(ids, encoded["special_tokens_mask"], tokenizer)
-    return ids, labels, num_prefix
+    if not row.is_templated:
+        is_target[-1:] |= ids[-1:] == [eos]
+    return np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist()
 
 
 def tokenize_masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
