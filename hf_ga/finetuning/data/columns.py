@@ -11,9 +11,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Value
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns, check_learnable
 from hf_ga.finetuning.data.checks import (
-    FIX_WEIGHTS,
     check_values,
-    check_weights,
     is_list_of_texts,
     is_text,
 )
@@ -131,7 +129,7 @@ def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
 
     Raises:
         DataError: If a column is missing in a split, one column has two roles, texts are not
-            strings, or weights are not numbers of at least 0.
+            strings.
     """
     for split, dataset in rows.items():
         for role, column in roles.items():
@@ -175,13 +173,6 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
     if has_texts and not _has_only_strings(feature):
         rule = f"{FLAGS.get(role, role)} must name a column of strings"
         check_values(split, dataset[role][:], is_text, rule=rule, remedy=remedy)
-    if role == "weight":
-        check_weights(split, dataset[role][:])
-        if not any(dataset[role][:]):
-            raise DataError(
-                f"weight_column is 0 in all {len(dataset)} {split} rows, so there is no mean: "
-                f"{FIX_WEIGHTS}"
-            )
     if role == "tokens":
         rule = f"{FLAGS[role]} must name a column of lists of strings"
         # A row may be None, but no word.

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns
-from hf_ga.finetuning.data.columns import FLAGS, choose_columns, rename_columns
+from hf_ga.finetuning.data.columns import choose_columns, rename_columns
 from hf_ga.finetuning.data.encoding.choices import encode_choices
 from hf_ga.finetuning.data.encoding.labels import (
     encode_labels,
@@ -25,8 +25,7 @@ from hf_ga.finetuning.data.encoding.labels import (
     notes_on_similar_names,
 )
 from hf_ga.finetuning.data.encoding.masking import KeyedMasks
-from hf_ga.finetuning.data.encoding.numeric import convert_to_numbers
-from hf_ga.finetuning.data.encoding.pairs import check_scores
+from hf_ga.finetuning.data.encoding.numeric import encode_numbers
 from hf_ga.finetuning.data.encoding.spans import encode_answers
 from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
@@ -182,12 +181,6 @@ def prepare_data(
         unused = [name for name in names if name not in data.columns.values()]
         if unused:
             data.notes.append(f"unused columns: {', '.join(unused)}")
-        if stream is None:  # the rows of a stream are not converted, so the first ones are not
-            roles = ["weight"]
-            if task.labels in ("number", "pairs"):
-                roles = ["label", "weight"]
-            numbers = {FLAGS[role]: data.columns[role] for role in roles if role in data.columns}
-            rows = convert_to_numbers(rows, numbers, data.notes)
         rows = rename_columns(rows, data.columns)
         rows = _encode_targets(rows, data, model_labels)
         if template and "strftime_now" in str(template):
@@ -281,8 +274,10 @@ def _encode_targets(
     task's tokenization reads.
     """
     label_type = data.task.labels
-    if label_type == "pairs":
-        check_scores(rows)
+    if "weight" in data.columns:
+        rows = encode_numbers(rows, "weight", "weight", data.notes)
+    if label_type == "pairs" and "label" in data.columns:
+        return encode_numbers(rows, "label", "pairs", data.notes)
     if label_type in ("none", "target", "pairs"):
         return rows
     if label_type == "answers":
@@ -292,6 +287,8 @@ def _encode_targets(
     rows = _drop_unlabelled_test_rows(rows, data)
     if label_type == "choice":
         return encode_choices(rows)
+    if label_type == "number":
+        return encode_numbers(rows, "label", "number", data.notes)
     if label_type == "classes":
         rows, num_classes = multi_hot_to_ids(rows)
         if num_classes:

@@ -7,9 +7,10 @@ from typing import Any
 from datasets import ClassLabel, IterableDataset
 
 from hf_ga.errors import HfGaError
-from hf_ga.finetuning.data.checks import check_values, check_weights
+from hf_ga.finetuning.data.checks import check_values
 from hf_ga.finetuning.data.columns import select_by_role
 from hf_ga.finetuning.data.encoding.labels import CLASS_RULE, labels_to_ids
+from hf_ga.finetuning.data.encoding.numeric import read_numbers
 from hf_ga.finetuning.data.formats.files import read_error
 
 BATCH_SIZE = 100  # rows that are tokenized together
@@ -84,11 +85,12 @@ def _encode_and_tokenize(
             rows["label"],
             lambda value: value is not None,
             rule=CLASS_RULE,
-            has_row_numbers=False,
         )
         lists = [[value] for value in rows["label"]]
         ids = labels_to_ids(lists, class_label, labels, "the stream")
         rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
+    elif "label" in rows:
+        rows = {**rows, "label": read_numbers("streamed", rows["label"], "number")}
     if "weight" in rows:
-        check_weights("streamed", rows["weight"], has_row_numbers=False)
+        rows = {**rows, "weight": read_numbers("streamed", rows["weight"], "weight")}
     return tokenize(rows)

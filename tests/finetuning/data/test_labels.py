@@ -13,6 +13,7 @@ from hf_ga.finetuning.data.encoding.labels import (
     notes_on_float_classes,
     notes_on_similar_names,
 )
+from hf_ga.finetuning.data.encoding.numeric import encode_numbers
 
 
 def split(labels, **columns):
@@ -29,7 +30,10 @@ def encoded(kind, train, *others, known=None):
     rows = DatasetDict(
         {name: data if isinstance(data, Dataset) else split(data) for name, data in splits.items()}
     )
-    result, names = encode_labels(rows, kind, known)
+    if kind == "number":
+        result, names = encode_numbers(rows, "label", kind, []), []
+    else:
+        result, names = encode_labels(rows, kind, known)
     assert all(len(result[name]) == len(rows[name]) for name in rows)
     return names, *(result[name]["label"][:] for name in result)
 
@@ -316,8 +320,7 @@ WRONG = {  # kind: good labels, rule, labels that break it
             [1.0, None],
             [1.0, math.nan],
             [math.inf, 1.0],
-            [True, False],
-            ["1.5", "2"],
+            ["1.5", "2 m"],
             [[1.0]],
             [None],
         ],

@@ -1,5 +1,5 @@
-"""Label columns -> targets of a head: class ids with their names, sets of class ids, numbers, or a
-tag per word.
+"""Label columns -> targets of a head: class ids with their names, sets of class ids, or a tag per
+word.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ import pyarrow as pa
 from datasets import ClassLabel, Dataset, DatasetDict, List
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.checks import NUM_SHOWN, check_values, is_number, replace_column
+from hf_ga.finetuning.data.checks import NUM_SHOWN, check_values, replace_column
 from hf_ga.loading.batches import IGNORED_LABEL
 
 CLASS_RULE = "labels must be names or whole numbers"
@@ -21,30 +21,23 @@ MAX_WHOLE_FLOAT = 2**53  # beyond it, not every whole number is a float
 def encode_labels(
     rows: DatasetDict, label_type: str, model_labels: Sequence[str] | None
 ) -> tuple[DatasetDict, list[str]]:
-    """Replace the column `label` of all splits by class ids (or, for regression, by floats).
+    """Replace the column `label` of all splits by class ids.
 
     Args:
         rows: The rows of all splits. Class names are those of the first split.
-        label_type: "class" (one per row), "classes" (a set of them), "tags" (a class for each
-            word) or "number" (regression).
+        label_type: "class" (one per row), "classes" (a set of them) or "tags" (a class for each
+            word).
         model_labels: Class names of a model whose head is trained already, in the order of its
             outputs. If they include all names in the data, their order determines the ids. None:
             the head is new.
 
     Returns:
-        (rows, class names in the order of their ids; empty for numbers)
+        (rows, class names in the order of their ids)
 
     Raises:
         DataError: If labels have a wrong type, labels do not occur in the training rows, or there
             are fewer than two distinct labels.
     """
-    if label_type == "number":
-        rule = "labels of a regression must be finite float32 numbers"
-        numbers = DatasetDict()
-        for split, dataset in rows.items():
-            check_values(split, dataset["label"][:], is_number, rule=rule)
-            numbers[split] = replace_column(dataset, "label", map(float, dataset["label"][:]))
-        return numbers, []
     values = {split: _label_lists(dataset, split, label_type) for split, dataset in rows.items()}
     first_split = next(iter(rows))
     first_feature = _class_label_feature(rows[first_split])

@@ -8,11 +8,9 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from datasets import DatasetDict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.finetuning.data.checks import check_values, is_number
 from hf_ga.finetuning.data.encoding.collation import collate_ids
 from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
@@ -20,24 +18,6 @@ from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, mak
 TEXT_ROLE = re.compile(r"anchor|positive|negative(_\d+)?")
 # The id of an empty text, see `text_id`.
 NO_TEXT = 0
-
-
-def check_scores(rows: DatasetDict) -> None:
-    """Check the similarity scores of text pairs, in the column `label`, if there is one.
-
-    Args:
-        rows: The rows of all splits.
-
-    Raises:
-        DataError: If a score is not a number that is finite in float32.
-    """
-    rule = "the score of a pair must be a finite number, the higher the more alike"
-    for split, dataset in rows.items():
-        if "label" in dataset.column_names:
-            scores = [
-                int(value) if isinstance(value, bool) else value for value in dataset["label"][:]
-            ]
-            check_values(split, scores, is_number, rule=rule)
 
 
 def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
