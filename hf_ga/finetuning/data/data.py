@@ -21,7 +21,6 @@ from hf_ga.finetuning.data.encoding.choices import encode_choices
 from hf_ga.finetuning.data.encoding.labels import (
     encode_labels,
     multi_hot_to_ids,
-    notes_on_float_classes,
     notes_on_similar_names,
 )
 from hf_ga.finetuning.data.encoding.masking import KeyedMasks
@@ -296,8 +295,6 @@ def _encode_targets(
                 f"labels: a 0 or 1 for each of {num_classes} classes (one-hot); if they are lists "
                 "of the classes that apply, write names instead of numbers"
             )
-    if label_type == "class":
-        data.notes += notes_on_float_classes(rows)
     rows, data.labels = encode_labels(rows, label_type, model_labels)
     data.notes += notes_on_similar_names(data.labels)
     return rows

@@ -6,12 +6,11 @@ from typing import Any
 
 from datasets import ClassLabel, IterableDataset
 
-from hf_ga.errors import HfGaError
 from hf_ga.finetuning.data.checks import check_values
 from hf_ga.finetuning.data.columns import select_by_role
 from hf_ga.finetuning.data.encoding.labels import CLASS_RULE, labels_to_ids
 from hf_ga.finetuning.data.encoding.numeric import read_numbers
-from hf_ga.finetuning.data.formats.files import read_error
+from hf_ga.finetuning.data.formats.files import wrap_read_errors
 
 BATCH_SIZE = 100  # rows that are tokenized together
 
@@ -62,12 +61,8 @@ class StreamedSamples:
             DataError: If a row cannot be read or tokenized, or has an unknown label or an invalid
                 weight.
         """
-        try:
+        with wrap_read_errors(self.name):
             yield from self.samples
-        except HfGaError:
-            raise
-        except Exception as error:
-            raise read_error(self.name, error) from error
 
 
 def _encode_and_tokenize(

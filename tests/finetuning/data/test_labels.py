@@ -10,7 +10,6 @@ from hf_ga import DataError
 from hf_ga.finetuning.data.encoding.labels import (
     encode_labels,
     multi_hot_to_ids,
-    notes_on_float_classes,
     notes_on_similar_names,
 )
 from hf_ga.finetuning.data.encoding.numeric import encode_numbers
@@ -67,9 +66,6 @@ def test_whole_numbers_of_another_type():
         assert ids == [1, 0, 2]
         assert validation == [0, 2]
     assert encoded("classes", split([[1.0, 2.0], [1.0]])) == (["1", "2"], [[0, 1], [0]])
-    assert len(notes_on_float_classes(DatasetDict(train=split([1.0, 0.0])))) == 1
-    for labels in ([1, 0], ["1", "0"], [True, False]):
-        assert not notes_on_float_classes(DatasetDict(train=split(labels)))
 
 
 ONE_HOT = {  # rows of the training split and what they mean; None: lists of the classes that apply

@@ -7,7 +7,6 @@ from decimal import Decimal
 from functools import partial
 from typing import Any
 
-import pyarrow as pa
 from datasets import ClassLabel, Dataset, DatasetDict, List
 
 from hf_ga.errors import DataError
@@ -83,17 +82,6 @@ def multi_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
         ids = [[i for i, applies in enumerate(row) if applies] for row in values]
         encoded[split] = replace_column(dataset, "label", ids, feature)
     return encoded, num_classes
-
-
-def notes_on_float_classes(rows: DatasetDict) -> list[str]:
-    """Return a line for the log if class labels of the first split are floats or Decimals, such as
-    1.0, and an empty list otherwise.
-    """
-    first_split = next(iter(rows.values()))
-    dtype = first_split.features.arrow_schema.field("label").type
-    if pa.types.is_floating(dtype) or pa.types.is_decimal(dtype):
-        return [f"labels: whole numbers of type {dtype} are classes, so 1.0 is the class 1"]
-    return []
 
 
 def notes_on_similar_names(names: Iterable[str]) -> list[str]:

@@ -130,14 +130,12 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
     if any(keys <= message.keys() for message in messages for keys in _MESSAGE_KEYS):
         return None  # a conversation
     splits = {key: _to_rows(document[key]) for key in document if key in SPLIT_NAMES}
-    has_training_rows = any(splits[key] for key in splits if SPLIT_NAMES[key] == "train")
-    lists = dict(_lists_of_objects(document))
-    others = [key for key in lists if key.partition(".")[0] not in splits]
-    if has_training_rows or (any(splits.values()) and not others):
+    if any(splits.values()):
         rows_by_split = _rows_by_split(splits, path)
         description = f"splits under the keys {', '.join(splits)}"
         return rows_by_split, description + _not_used(document, splits)
     rows = _rows_of_pandas(document)
+    lists = dict(_lists_of_objects(document))
     if rows is not None:
         return {None: rows}, "a format of pandas' to_json, or a list per column"
     if len(lists) > 1:
