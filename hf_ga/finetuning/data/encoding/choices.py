@@ -99,15 +99,12 @@ def tokenize_choices(
         [text or ""] * len(row_choices)
         for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
     ]
-    columns, was_truncated = encode_groups(tokenizer, max_length, texts, rows["choices"])
+    columns, full = encode_groups(tokenizer, max_length, texts, rows["choices"])
     has_content = [
         bool(text) and any(row_choices)
         for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
     ]
-    samples = make_samples(columns, has_content, was_truncated)
-    if "label" in rows:
-        samples["label"] = rows["label"]
-    return samples
+    return make_samples(rows, columns, has_content, full)
 
 
 def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:

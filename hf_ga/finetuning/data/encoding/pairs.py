@@ -42,13 +42,10 @@ def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
     texts = [[text or "" for text in row] for row in values]
     # The anchor and the positive are the first columns.
     has_pair = [bool(row[0].strip() and row[1].strip()) for row in texts]
-    columns, was_truncated = encode_groups(tokenizer, max_length, texts)
+    columns, full = encode_groups(tokenizer, max_length, texts)
     text_ids = [[text_id(text) for text in row] for row in texts]
     columns = {"input_ids": columns["input_ids"], "text_ids": text_ids}
-    samples = make_samples(columns, has_pair, was_truncated)
-    if "label" in rows:
-        samples["label"] = rows["label"]
-    return samples
+    return make_samples(rows, columns, has_pair, full)
 
 
 def text_id(text: str) -> int:

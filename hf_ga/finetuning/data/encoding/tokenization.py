@@ -73,7 +73,7 @@ def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
         # An empty text has no tokens, not even special ones.
         ids = encoded["input_ids"][i] if row.text else []
         if row.text and not row.is_templated:
-            ids = _add_end_token([ids], tokenizer)[0]
+            ids = _with_end(ids, tokenizer)
         labels = ids
         if not is_plain:
             labels = _labels(row, ids, encoded["offset_mapping"][i], eos, special_ids)
@@ -84,7 +84,7 @@ def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
     num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in columns["labels"]]
     if is_plain:
         del columns["labels"]
-    samples = make_samples(columns, full, _is_shorter(columns["input_ids"], full), num_targets)
+    samples = make_samples(rows, columns, full, full, num_targets)
     return samples if is_plain else {**samples, "notes": ["\n".join(row.notes) for row in rendered]}
 
 
@@ -143,16 +143,13 @@ def tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
         tokens and no target.
     """
     texts = [[text or "" for text in rows[name]] for name in ("text", "text_pair") if name in rows]
-    encoded, was_truncated = encode(tokenizer, max_length, *texts)
-    has_content = [any(row_texts) for row_texts in zip(*texts, strict=True)]
+    encoded, full = encode(tokenizer, max_length, *texts)
     columns = {"input_ids": encoded["input_ids"]}
     is_pair = len(texts) == 2
     if is_pair and "token_type_ids" in encoded:  # 0 for the first text, 1 for the second
         columns["token_type_ids"] = encoded["token_type_ids"]
-    samples = make_samples(columns, has_content, was_truncated)
-    if "label" in rows:
-        samples["label"] = rows["label"]
-    return samples
+    has_content = [any(row_texts) for row_texts in zip(*texts, strict=True)]
+    return make_samples(rows, columns, has_content, full)
 
 
 def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
@@ -176,7 +173,7 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
     """
     check_fast(tokenizer)
     words = [row or [] for row in rows["tokens"]]
-    encoded, was_truncated = encode(tokenizer, max_length, words, is_split_into_words=True)
+    encoded, full = encode(tokenizer, max_length, words, is_split_into_words=True)
     # Tags are the words' indices if the rows have none.
     tags = rows.get("label") or [range(len(row)) for row in words]
     labels = []
@@ -193,7 +190,7 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
     if "label" in rows:
         columns["label"] = labels
     num_targets = [sum(label != IGNORED_LABEL for label in row) for row in labels]
-    return make_samples(columns, words, was_truncated, num_targets)
+    return make_samples(rows, columns, words, full, num_targets)
 
 
 def tokenize_targets(
@@ -225,24 +222,19 @@ def tokenize_targets(
         return columns
     targets = [text or "" for text in rows["target"]]
     max_target_length = max_target_length or max_length
-    encoded, was_truncated = encode(tokenizer, max_target_length, text_target=targets)
-    target_ids = _add_end_token(encoded["input_ids"], tokenizer, max_target_length)
-    # The end token may have replaced the last token of a text.
-    with_all_tokens = _add_end_token(encoded["input_ids"], tokenizer)
-    lost_last_token = _is_shorter(target_ids, with_all_tokens)
-    has_content = [
-        bool(target and source_ids)
-        for target, source_ids in zip(targets, columns["input_ids"], strict=True)
-    ]
-    labels = clear_rows_without_content(target_ids, has_content)
-    lost = zip(columns["was_truncated"], was_truncated, lost_last_token, strict=True)
-    return {
-        **columns,
-        "labels": labels,
-        "num_targets": list(map(len, labels)),
-        "was_truncated": list(map(any, lost)),
-        "target": targets,
-    }
+    encoded, full = encode(tokenizer, max_target_length, text_target=targets)
+    labels = []
+    was_truncated = []
+    for i, (target, source_ids) in enumerate(zip(targets, columns["input_ids"], strict=True)):
+        # The end token may replace the last token of a text.
+        ids = _with_end(encoded["input_ids"][i], tokenizer, max_target_length)
+        was_truncated.append(
+            columns["was_truncated"][i] or len(ids) < len(_with_end(full[i], tokenizer))
+        )
+        labels.append(ids if target and source_ids else [])
+    num_targets = list(map(len, labels))
+    samples = {"labels": labels, "num_targets": num_targets, "was_truncated": was_truncated}
+    return {**columns, **samples, "target": targets}
 
 
 def split_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
@@ -334,8 +326,8 @@ def encode(
     max_length: int | None,
     *texts: list,
     **options: Any,
-) -> tuple[BatchEncoding, list[bool]]:
-    """Tokenize texts, or pairs of texts, with special tokens, and find out which were truncated.
+) -> tuple[BatchEncoding, list[list[int]]]:
+    """Tokenize texts, or pairs of texts, with special tokens.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -344,7 +336,7 @@ def encode(
         options: Other arguments of the tokenizer.
 
     Returns:
-        (the encoded texts; whether each was truncated)
+        (the encoded texts; their token ids without truncation)
 
     Raises:
         ConfigError: If special tokens alone fill a sample.
@@ -358,12 +350,12 @@ def encode(
         verbose=False,
         **options,
     )
-    return encoded, _is_shorter(encoded["input_ids"], full)
+    return encoded, full
 
 
 def encode_groups(
     tokenizer: PreTrainedTokenizerBase, max_length: int | None, *texts: list[list[str]]
-) -> tuple[Rows, list[bool]]:
+) -> tuple[Rows, list[list]]:
     """Tokenize several texts, or pairs of texts, of each row, with special tokens.
 
     Args:
@@ -374,7 +366,7 @@ def encode_groups(
 
     Returns:
         (`input_ids` and, if the tokenizer returns them, `token_type_ids`, each a list per text of
-        each row; whether a text of the row was truncated)
+        each row; the same `input_ids` without truncation)
     """
     size = len(texts[0][0])
 
@@ -383,10 +375,10 @@ def encode_groups(
         return [values[i : i + size] for i in range(0, len(values), size)]
 
     flat_texts = [list(chain.from_iterable(rows)) for rows in texts]
-    encoded, was_truncated = encode(tokenizer, max_length, *flat_texts)
+    encoded, full = encode(tokenizer, max_length, *flat_texts)
     names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
     columns = {name: by_row(encoded[name]) for name in names}
-    return columns, list(map(any, by_row(was_truncated)))
+    return columns, by_row(full)
 
 
 def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> int:
@@ -423,20 +415,16 @@ def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _add_end_token(
-    rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
-) -> list[list[int]]:
-    """Append the end-of-text token to rows of token ids, as most tokenizers of decoders do not."""
+def _with_end(
+    ids: list[int], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> list[int]:
+    """Append the end-of-text token to token ids, as most tokenizers of decoders do not."""
     eos = tokenizer.eos_token_id
+    if eos is None or ids[-1:] == [eos]:
+        return ids
+    num_prefix = int(ids[:1] == [tokenizer.bos_token_id])
     max_other_tokens = max_length - 1 if max_length else max_length
-    ended_rows = []
-    for ids in rows:
-        if eos is not None and ids[-1:] != [eos]:
-            num_prefix = int(ids[:1] == [tokenizer.bos_token_id])
-            ids = truncate(ids, max_other_tokens, tokenizer.truncation_side, num_prefix)
-            ids = [*ids, eos]
-        ended_rows.append(ids)
-    return ended_rows
+    return [*truncate(ids, max_other_tokens, tokenizer.truncation_side, num_prefix), eos]
 
 
 def truncate(row: list[int], max_length: int | None, side: str, num_prefix: int = 0) -> list[int]:
@@ -473,56 +461,45 @@ def _num_prefix_tokens(
     return max(num_added, int(begins_with_bos))
 
 
-def clear_rows_without_content(rows: Sequence[list], contents: Sequence[Any]) -> list[list]:
-    """Replace tokenized rows whose content is empty, and which consist of special tokens only, by
-    empty lists.
-
-    Args:
-        rows: A list per row, such as its token ids.
-        contents: What was tokenized, or whether there was something: empty, "", None or False for a
-            row to clear.
-
-    >>> clear_rows_without_content([[101, 7592, 102], [101, 102]], ["hello", ""])
-    [[101, 7592, 102], []]
-    """
-    return [row if content else [] for row, content in zip(rows, contents, strict=True)]
-
-
-def _is_shorter(truncated: Sequence[list[int]], full: Sequence[list[int]]) -> list[bool]:
-    """Return whether truncation removed tokens, for the token ids of each row of a dataset."""
-    return [len(row) < len(full_row) for row, full_row in zip(truncated, full, strict=True)]
-
-
 def make_samples(
+    rows: Rows,
     columns: Rows,
     contents: Sequence[Any],
-    was_truncated: Sequence[bool],
+    full: Sequence[list],
     num_targets: list[int] | None = None,
 ) -> Rows:
     """Return the columns that tokenized samples of all tasks have.
 
     Args:
+        rows: A batch of rows by column; their `label`, if they have it, is that of the samples.
         columns: `input_ids` and others with a list for each row; with several texts in a row, a
             list for each text.
-        contents: What was tokenized, see `clear_rows_without_content`.
-        was_truncated: Whether truncation removed tokens of a row.
+        contents: What was tokenized, or whether there was something: empty, "", None or False for
+            a row that consists of special tokens only.
+        full: The `input_ids` without truncation.
         num_targets: Number of targets of each row. None: one in each row with content.
 
     Returns:
         The columns, empty for rows without content; `length`, the number of tokens (of the longest
         text); `num_targets`; `was_truncated`.
     """
-    samples = {
-        name: clear_rows_without_content(values, contents) for name, values in columns.items()
-    }
-    lengths = []
-    for ids in samples["input_ids"]:
-        texts = ids if ids and isinstance(ids[0], list) else [ids]
-        lengths.append(max(map(len, texts)))
     has_content = list(map(bool, contents))
+    samples = {"label": rows["label"]} if "label" in rows else {}
+    for name, values in columns.items():
+        samples[name] = [row if has else [] for row, has in zip(values, has_content, strict=True)]
+    lengths = list(map(_lengths, samples["input_ids"]))
+    shorter = [
+        has and sum(of_row) < sum(_lengths(full_row))
+        for has, of_row, full_row in zip(has_content, lengths, full, strict=True)
+    ]
     return {
         **samples,
-        "length": lengths,
+        "length": list(map(max, lengths)),
         "num_targets": num_targets or list(map(int, has_content)),
-        "was_truncated": list(map(all, zip(has_content, was_truncated, strict=True))),
+        "was_truncated": shorter,
     }
+
+
+def _lengths(ids: list) -> list[int]:
+    """Return the number of tokens of each text of a row: one, or several for a list of lists."""
+    return list(map(len, ids)) if ids and isinstance(ids[0], list) else [len(ids)]
