@@ -24,7 +24,7 @@ from hf_ga.finetuning.data.encoding.labels import (
     notes_on_similar_names,
 )
 from hf_ga.finetuning.data.encoding.masking import KeyedMasks
-from hf_ga.finetuning.data.encoding.numeric import encode_numbers
+from hf_ga.finetuning.data.encoding.numeric import RULES, encode_numbers
 from hf_ga.finetuning.data.encoding.spans import encode_answers
 from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
@@ -235,14 +235,9 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
         data.columns = choose_columns(splits, options, data.task)
     roles = {role: column for role, column in data.columns.items() if role not in TRAINING_ROLES}
     splits = rename_columns(splits, roles)
-    rows_by_role = splits["predict"]
-    inputs = rows_by_role
-    if data.task.labels == "choice":
-        inputs = encode_choices(splits)["predict"]
-    if data.task.labels == "tags":
-        word_indices = [list(range(len(words or []))) for words in rows_by_role["tokens"]]
-        inputs = rows_by_role.add_column("label", word_indices)
-    return rows, rows_by_role, _map_tokenization(inputs, "predict", options, data)
+    inputs = encode_choices(splits) if data.task.labels == "choice" else splits
+    samples = _map_tokenization(inputs["predict"], "predict", options, data)
+    return rows, splits["predict"], samples
 
 
 def _dataset_names(options: DataOptions) -> str:
@@ -273,21 +268,19 @@ def _encode_targets(
     task's tokenization reads.
     """
     label_type = data.task.labels
+    rows = _drop_unlabelled_test_rows(rows, data)
     if "weight" in data.columns:
         rows = encode_numbers(rows, "weight", "weight", data.notes)
-    if label_type == "pairs" and "label" in data.columns:
-        return encode_numbers(rows, "label", "pairs", data.notes)
+    if label_type in RULES and "label" in data.columns:
+        return encode_numbers(rows, "label", label_type, data.notes)
     if label_type in ("none", "target", "pairs"):
         return rows
     if label_type == "answers":
         return DatasetDict(
             {split: encode_answers(dataset, split) for split, dataset in rows.items()}
         )
-    rows = _drop_unlabelled_test_rows(rows, data)
     if label_type == "choice":
         return encode_choices(rows)
-    if label_type == "number":
-        return encode_numbers(rows, "label", "number", data.notes)
     if label_type == "classes":
         rows, num_classes = multi_hot_to_ids(rows)
         if num_classes:

@@ -374,7 +374,8 @@ def test_words_by_hand():
         [{"input_ids": out["input_ids"][n], "label": out["label"][n]} for n in (0, 4)], 0
     )
     assert batch["labels"].tolist() == [[i, 7, 8, i, 9, i], [i, 5, i, i, i, i]]
-    assert "label" not in tokenize_words({"tokens": words}, piece_tokenizer(), 7)
+    unlabelled = tokenize_words({"tokens": words}, piece_tokenizer(), 7)["label"]
+    assert unlabelled[0] == [i, 0, 1, i, 2, i]
 
 
 def seq2seq_tokenizer(**special) -> PreTrainedTokenizerFast:

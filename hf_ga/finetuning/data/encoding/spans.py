@@ -201,21 +201,16 @@ def _check_windows(
     num_special = check_room(tokenizer, max_length, is_pair=True)
     full_ids = tokenizer(questions, contexts, verbose=False)["input_ids"]
     question_ids = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
-    # Questions whose contexts need no windows do not count.
-    sizes = {
-        question: len(alone)
-        for question, full, alone in zip(questions, full_ids, question_ids, strict=True)
-        if len(full) > max_length
-    }
-    longest = max(sizes, key=sizes.__getitem__, default="")
-    size = sizes.get(longest, 0)
-    room = max(max_length - num_special - size, 0)
-    if doc_stride >= room:
-        raise ConfigError(
-            f"doc_stride {doc_stride} is not below the {room} tokens that max_length {max_length} "
-            f"leaves for the context besides {num_special} special tokens and the question "
-            f"{longest!r:.60} ({size} tokens): lower doc_stride, or raise max_length."
-        )
+    for question, full, alone in zip(questions, full_ids, question_ids, strict=True):
+        # A question whose context needs no windows does not count.
+        size = len(alone) if len(full) > max_length else 0
+        room = max(max_length - num_special - size, 0)
+        if doc_stride >= room:
+            raise ConfigError(
+                f"doc_stride {doc_stride} is not below the {room} tokens that max_length "
+                f"{max_length} leaves for the context besides {num_special} special tokens and the "
+                f"question {question!r:.60} ({size} tokens): lower doc_stride, or raise max_length."
+            )
 
 
 def _context_characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:

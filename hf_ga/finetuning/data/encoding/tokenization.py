@@ -165,8 +165,8 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
         max_length: Maximum number of tokens of a sample. None: no truncation.
 
     Returns:
-        `input_ids`, `length`, `num_targets`, `was_truncated`, and, if the rows have labels,
-        `label`, a list with a label per token. Rows without words have no tokens.
+        `input_ids`, `length`, `num_targets`, `was_truncated`, and `label`, a list with a label per
+        token (the index of its word if the rows have no labels). Rows without words have no tokens.
 
     Raises:
         ConfigError: If the tokenizer has no offsets.
@@ -174,7 +174,6 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
     check_fast(tokenizer)
     words = [row or [] for row in rows["tokens"]]
     encoded, full = encode(tokenizer, max_length, words, is_split_into_words=True)
-    # Tags are the words' indices if the rows have none.
     tags = rows.get("label") or [range(len(row)) for row in words]
     labels = []
     for row_tags, encoding in zip(tags, encoded.encodings, strict=True):
@@ -186,9 +185,7 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
             row_labels.append(IGNORED_LABEL if word in seen else row_tags[word])
             seen.add(word)
         labels.append(row_labels)
-    columns = {"input_ids": encoded["input_ids"]}
-    if "label" in rows:
-        columns["label"] = labels
+    columns = {"input_ids": encoded["input_ids"], "label": labels}
     num_targets = [sum(label != IGNORED_LABEL for label in row) for row in labels]
     return make_samples(rows, columns, words, full, num_targets)
 

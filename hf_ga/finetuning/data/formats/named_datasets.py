@@ -79,14 +79,10 @@ def _check_options_of_names(names: list[str], options: DataOptions) -> None:
     """
     hub_ids = list(filter(_is_hub_id, names))
     num_configs = len(as_list(options.dataset_config_name))
-    if num_configs and not hub_ids:
-        raise ConfigError(
-            f"dataset_config_name applies to hub datasets only, not to {', '.join(names)}: omit it."
-        )
     if num_configs not in (0, min(1, len(hub_ids)), len(hub_ids)):
         raise ConfigError(
-            f"dataset_config_name has {num_configs} values for {len(hub_ids)} hub datasets "
-            f"({', '.join(hub_ids)}): give one for each, or one for all."
+            f"dataset_config_name has {num_configs} values for {len(hub_ids)} hub datasets among "
+            f"{', '.join(names)}: give one for each, or one for all, or omit it."
         )
     weights = options.dataset_weights or [1.0] * len(names)
     if len(weights) != len(names) or not all(0 < weight < inf for weight in weights):
