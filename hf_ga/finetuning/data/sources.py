@@ -81,10 +81,15 @@ def load_rows(
     rows = DatasetDict(
         {name: loaded[name] for name in used if len(loaded[name]) or name == "train"}
     )
-    if not options.eval_only and not len(rows.get("train", ())):
+    has_enough = len(rows.get("train", ()))
+    aim = "train on"
+    if options.eval_only:
+        has_enough = rows or options.predict_file is not None
+        aim = "evaluate"
+    if not has_enough:
         raise DataError(
             f"dataset_name {options.dataset_name} has no training rows (splits: "
-            f"{dict(rows.num_rows)}): there is nothing to train on."
+            f"{dict(rows.num_rows)}): there is nothing to {aim}."
         )
     if stream is not None and "validation" not in rows:
         raise DataError(
@@ -97,11 +102,6 @@ def load_rows(
     if options.task == "seq2seq":
         # {"translation": {"en": ..., "de": ...}} becomes translation.en and translation.de.
         rows = rows.flatten()
-    if not rows and options.predict_file is None:
-        raise DataError(
-            f"dataset_name {options.dataset_name} has no train, validation or test rows: there is "
-            "nothing to evaluate."
-        )
     return rows, stream
 
 

@@ -50,23 +50,23 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
 def _encode_split(dataset: Dataset, split: str) -> Dataset:
     """Convert the multiple-choice rows of one split to one format, see `encode_choices`."""
     choice_columns = [name for name in dataset.column_names if name.startswith("choice")]
-    rows = list(dataset)
-    choices = [[row[name] for name in choice_columns] for row in rows]
-    if choice_columns == ["choices"]:
-        choices = dataset["choices"][:]
+    choices = dataset[choice_columns[0]][:]
+    if choice_columns != ["choices"]:
+        choices = [list(row.values()) for row in dataset.select_columns(choice_columns)]
     remedy = "Choose the column with --choices_column."
     rule = "choices must be lists of strings"
     check_values(split, choices, is_list_of_texts, rule=rule, remedy=remedy)
     texts = []
-    for row, row_choices in zip(rows, choices, strict=True):
+    for row, row_choices in zip(dataset, choices, strict=True):
         beginning = row.get("text_pair") or ""
         texts.append([f"{beginning} {choice or ''}".removeprefix(" ") for choice in row_choices])
     kept = [name for name in dataset.column_names if name in ("text", "weight")]
     encoded = dataset.select_columns(kept)
     if "label" in dataset.column_names:
+        labels = dataset["label"][:]
         labels_and_counts = [
-            {"label": row["label"], "choices": len(row_texts)}
-            for row, row_texts in zip(rows, texts, strict=True)
+            {"label": label, "choices": len(row_texts)}
+            for label, row_texts in zip(labels, texts, strict=True)
         ]
         check_values(
             split,
@@ -75,7 +75,7 @@ def _encode_split(dataset: Dataset, split: str) -> Dataset:
             lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"],
             rule="a label must be the 0-based index of a choice",
         )
-        encoded = encoded.add_column("label", [int(row["label"]) for row in rows])
+        encoded = encoded.add_column("label", list(map(int, labels)))
     return encoded.add_column("choices", texts, feature=List(Value("string")))
 
 

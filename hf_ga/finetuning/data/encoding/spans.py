@@ -41,23 +41,23 @@ def encode_answers(dataset: Dataset, split: str) -> Dataset:
     values = dataset["answers"][:]
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
     check_values(split, values, lambda value: _read_answers(value) is not None, rule=rule)
-    contexts_and_answers = [
-        (context or "", [(text, start) for text, start in _read_answers(value) if text])
-        for context, value in zip(dataset["context"][:], values, strict=True)
-    ]
+    answers = [[answer for answer in _read_answers(value) if answer[0]] for value in values]
     rule = "answers must be in their contexts at the 0-based character answer_start"
     check_values(
         split,
-        contexts_and_answers,
-        lambda row: all(start >= 0 and row[0].startswith(text, start) for text, start in row[1]),
+        list(zip(dataset["context"][:], answers, strict=True)),
+        lambda row: all(
+            start >= 0 and (row[0] or "").startswith(text, start) for text, start in row[1]
+        ),
         rule=rule,
         remedy="Fix these rows.",
     )
-    texts = [[text for text, _ in answers] for _, answers in contexts_and_answers]
-    starts = [[start for _, start in answers] for _, answers in contexts_and_answers]
     dataset = dataset.remove_columns("answers")
-    dataset = dataset.add_column("answer_texts", texts, feature=List(Value("string")))
-    return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
+    columns = {"answer_texts": "string", "answer_starts": "int64"}
+    for i, (name, dtype) in enumerate(columns.items()):
+        values = [[answer[i] for answer in row] for row in answers]
+        dataset = dataset.add_column(name, values, feature=List(Value(dtype)))
+    return dataset
 
 
 def _read_answers(value: Any) -> list[tuple[str, int]] | None:

@@ -164,13 +164,10 @@ def load_folder(
     file_types = {_file_type(Path(path)) for paths in files_by_split.values() for path in paths}
     if not file_types or not file_types <= {"csv", "json", "text"}:
         return None
-    if set(map(str, files_by_split)) == {"train"}:  # a JSON file may contain all splits
-        (paths,) = files_by_split.values()
-        return load_splits(paths, streaming=streaming, notes=notes)
-    return {
-        str(split): load_files(paths, str(split), streaming=streaming, notes=notes)
-        for split, paths in files_by_split.items()
-    }
+    splits = {}
+    for split, paths in files_by_split.items():  # a JSON file may contain all splits
+        splits |= load_splits(paths, split=str(split), streaming=streaming, notes=notes)
+    return splits
 
 
 def _common_file_type(files: Sequence[str], paths: Sequence[str]) -> str:
