@@ -36,7 +36,16 @@ FORGETFUL = (
 def tokenizer_with(template):
     tokenizer = corpus.train_tokenizer(["some words to train on"], 280)
     tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "</s>"]}
+        {
+            "additional_special_tokens": [
+                "<|im_start|>",
+                "<|im_end|>",
+                "[INST]",
+                "[/INST]",
+                "</s>",
+                "<end>",
+            ]
+        }
     )
     tokenizer.chat_template = template
     return tokenizer

@@ -17,12 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError
-from hf_ga.finetuning.data.chat.rendering import (
-    RenderedRow,
-    check_ending,
-    render_rows,
-    special_token_ids,
-)
+from hf_ga.finetuning.data.chat.rendering import RenderedRow, render_rows
 from hf_ga.loading.batches import IGNORED_LABEL
 
 Rows = dict[str, list]
@@ -47,8 +42,7 @@ def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
 
     Raises:
         ConfigError: If a tokenizer that needs offsets has none.
-        DataError: If a row cannot be rendered (see `render_rows`), or the template never ends a
-            turn of the assistant (see `check_ending`).
+        DataError: If a row cannot be rendered (see `render_rows`).
     """
     is_plain = "text" in rows
     if is_plain:
@@ -66,7 +60,6 @@ def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
     )
     eos = tokenizer.eos_token_id
     side = tokenizer.truncation_side
-    special_ids = special_token_ids(tokenizer)
     full: list[list[int]] = []
     columns: Rows = {"input_ids": [], "labels": []}
     for i, row in enumerate(rendered):
@@ -76,7 +69,7 @@ def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
             ids = _with_end(ids, tokenizer)
         labels = ids
         if not is_plain:
-            labels = _labels(row, ids, encoded["offset_mapping"][i], eos, special_ids)
+            labels = _labels(row, ids, encoded["offset_mapping"][i], eos)
         num_prefix = _num_prefix_tokens(ids, encoded["special_tokens_mask"][i], tokenizer)
         for name, values in (("input_ids", ids), ("labels", labels)):
             columns[name].append(truncate(values, max_length, side, num_prefix))
@@ -93,13 +86,10 @@ def _labels(
     ids: list[int],
     offsets: Sequence[tuple[int, int]],
     eos: int | None,
-    special_ids: set[int],
 ) -> list[int]:
     """Return the ids of the tokens that a rendered row has as targets, and -100 elsewhere."""
     # An end token that was added has no offsets.
     starts, ends = _token_characters(offsets[: len(ids)])
-    if row.is_templated:
-        check_ending(row, ids, starts, ends, special_ids)
     is_target = np.zeros(len(ids), bool)
     for start, end in row.targets:
         is_target[: len(starts)] |= (starts < end) & (ends > start) & (ends > starts)
