@@ -18,11 +18,7 @@ from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
 from hf_ga.finetuning.data.encoding.choices import encode_choices
-from hf_ga.finetuning.data.encoding.labels import (
-    encode_labels,
-    multi_hot_to_ids,
-    notes_on_similar_names,
-)
+from hf_ga.finetuning.data.encoding.labels import encode_labels
 from hf_ga.finetuning.data.encoding.masking import KeyedMasks
 from hf_ga.finetuning.data.encoding.numeric import RULES, encode_numbers
 from hf_ga.finetuning.data.encoding.spans import encode_answers
@@ -281,15 +277,7 @@ def _encode_targets(
         )
     if label_type == "choice":
         return encode_choices(rows)
-    if label_type == "classes":
-        rows, num_classes = multi_hot_to_ids(rows)
-        if num_classes:
-            data.notes.append(
-                f"labels: a 0 or 1 for each of {num_classes} classes (one-hot); if they are lists "
-                "of the classes that apply, write names instead of numbers"
-            )
-    rows, data.labels = encode_labels(rows, label_type, model_labels)
-    data.notes += notes_on_similar_names(data.labels)
+    rows, data.labels = encode_labels(rows, label_type, model_labels, data.notes)
     return rows
 
 

@@ -7,11 +7,7 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 from hf_ga import DataError
-from hf_ga.finetuning.data.encoding.labels import (
-    encode_labels,
-    multi_hot_to_ids,
-    notes_on_similar_names,
-)
+from hf_ga.finetuning.data.encoding.labels import encode_labels, notes_on_similar_names
 from hf_ga.finetuning.data.encoding.numeric import encode_numbers
 
 
@@ -24,7 +20,7 @@ def typed(labels, feature):
     return Dataset.from_dict({"text": ["a"] * len(labels), "label": labels}, features=features)
 
 
-def encoded(kind, train, *others, known=None):
+def encoded(kind, train, *others, known=None, notes=None):
     splits = dict(zip(("train", "validation", "test"), (train, *others), strict=False))
     rows = DatasetDict(
         {name: data if isinstance(data, Dataset) else split(data) for name, data in splits.items()}
@@ -32,7 +28,7 @@ def encoded(kind, train, *others, known=None):
     if kind == "number":
         result, names = encode_numbers(rows, "label", kind, []), []
     else:
-        result, names = encode_labels(rows, kind, known)
+        result, names = encode_labels(rows, kind, known, [] if notes is None else notes)
     assert all(len(result[name]) == len(rows[name]) for name in rows)
     return names, *(result[name]["label"][:] for name in result)
 
@@ -87,40 +83,33 @@ ONE_HOT = {  # rows of the training split and what they mean; None: lists of the
 @pytest.mark.parametrize("name", ONE_HOT)
 def test_a_zero_or_one_for_each_class(name):
     labels, expected = ONE_HOT[name]
-    rows, num_classes = multi_hot_to_ids(DatasetDict(train=split(labels)))
+    notes = []
+    names, found = encoded("classes", split(labels), notes=notes)
+    assert len(notes) == (expected is not None)
     if expected is None:
-        assert num_classes == 0
-        assert rows["train"]["label"][:] == labels
+        found_names = [[names[i] for i in row] for row in found]
+        assert found_names == [[str(label) for label in row] for row in labels]
         return
-    names, found = encoded("classes", rows["train"])
-    assert num_classes == len(labels[0])
-    assert names == [str(i) for i in range(num_classes)]
+    assert names == [str(i) for i in range(len(labels[0]))]
     assert found == expected
 
 
-def test_two_classes_as_lists_say_the_same_of_every_row():
-    """The control: what the labels would be if they were not a 0 or 1 for each class."""
-    names, ids = encoded("classes", split([[0, 1], [1, 0], [0, 1]]))
-    assert names == ["0", "1"]
-    assert [sorted(row) for row in ids] == [[0, 1]] * 3
+def test_labels_that_repeat_are_no_ids():
     with pytest.raises(DataError, match="each label that applies once, or every list a 0 or 1"):
-        encoded("classes", split([[0, 1, 1], [1, 0, 0]]))
+        encoded("classes", split([[0, 1, 1], [2, 0]]))
 
 
 def test_other_splits_have_the_form_of_the_first():
-    both = {"train": split([[0, 1], [1, 0]]), "test": split([[1, 1]])}
-    rows, num_classes = multi_hot_to_ids(DatasetDict(both))
-    assert num_classes == 2
-    assert rows["test"]["label"][:] == [[0, 1]]
+    train = split([[0, 1], [1, 0]])
+    assert encoded("classes", train, split([[1, 1]]))[2] == [[0, 1]]
     for wrong in ([[0, 1, 1]], [[1]], [[]], [None], [[0, 2]]):
-        with pytest.raises(DataError, match="a 0 or 1 for each of 2 classes, but 1 of 1 test rows"):
-            multi_hot_to_ids(DatasetDict({**both, "test": split(wrong)}))
-    both = {"train": split([[0], [1, 2]]), "test": split([[0, 1]])}
-    rows, num_classes = multi_hot_to_ids(DatasetDict(both))
-    assert num_classes == 0
-    assert rows["test"]["label"][:] == [[0, 1]]
-    named = DatasetDict(train=typed([[1, 0], [0, 1]], List(ClassLabel(names=["z", "a"]))))
-    assert multi_hot_to_ids(named)[1] == 0
+        with pytest.raises(
+            DataError, match="a 0 or 1 for each of 2 classes, but 1 of 1 validation rows"
+        ):
+            encoded("classes", train, split(wrong))
+    assert encoded("classes", split([[0], [1, 2]]), split([[0, 1]]))[2] == [[0, 1]]
+    named = typed([[1, 0], [0, 1]], List(ClassLabel(names=["z", "a"])))
+    assert encoded("classes", named) == (["z", "a"], [[1, 0], [0, 1]])
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ word.
 
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from functools import partial
 from typing import Any
 
-from datasets import ClassLabel, Dataset, DatasetDict, List
+from datasets import ClassLabel, Dataset, DatasetDict
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.checks import NUM_SHOWN, check_values, replace_column
@@ -18,9 +17,14 @@ MAX_WHOLE_FLOAT = 2**53  # beyond it, not every whole number is a float
 
 
 def encode_labels(
-    rows: DatasetDict, label_type: str, model_labels: Sequence[str] | None
+    rows: DatasetDict, label_type: str, model_labels: Sequence[str] | None, notes: list[str]
 ) -> tuple[DatasetDict, list[str]]:
     """Replace the column `label` of all splits by class ids.
+
+    Sets of classes may be multi-hot: a 0 or 1 for each class. They are if every row of the first
+    split is a list of the same length, at least 2, of nothing but 0 and 1 (or false and true).
+    Lists of class ids would not look like this: each would name just the classes 0 and 1, or one of
+    them twice.
 
     Args:
         rows: The rows of all splits. Class names are those of the first split.
@@ -29,17 +33,30 @@ def encode_labels(
         model_labels: Class names of a model whose head is trained already, in the order of its
             outputs. If they include all names in the data, their order determines the ids. None:
             the head is new.
+        notes: Lines for the log are appended to it.
 
     Returns:
         (rows, class names in the order of their ids)
 
     Raises:
-        DataError: If labels have a wrong type, labels do not occur in the training rows, or there
-            are fewer than two distinct labels.
+        DataError: If labels have a wrong type, only some splits have multi-hot labels, labels do
+            not occur in the training rows, or there are fewer than two distinct labels.
     """
-    values = {split: _label_lists(dataset, split, label_type) for split, dataset in rows.items()}
     first_split = next(iter(rows))
     first_feature = _class_label_feature(rows[first_split])
+    num_classes = 0
+    if label_type == "classes" and first_feature is None:
+        num_classes = _num_multi_hot(rows[first_split]["label"][:])
+    if num_classes:
+        first_feature = ClassLabel(names=[str(i) for i in range(num_classes)])
+        notes.append(
+            f"labels: a 0 or 1 for each of {num_classes} classes (one-hot); if they are lists of "
+            "the classes that apply, write names instead of numbers"
+        )
+    values = {
+        split: _label_lists(dataset, split, label_type, num_classes)
+        for split, dataset in rows.items()
+    }
     names = _class_names(first_feature, values[first_split], model_labels)
     encoded = DatasetDict()
     for split, dataset in rows.items():
@@ -47,41 +64,8 @@ def encode_labels(
         ids = labels_to_ids(values[split], feature, names, f"the {split} rows")
         labels = [row_ids[0] for row_ids in ids] if label_type == "class" else ids
         encoded[split] = replace_column(dataset, "label", labels)
+    notes += notes_on_similar_names(names)
     return encoded, names
-
-
-def multi_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
-    """Replace multi-hot labels, a 0 or 1 for each class, by the ids of the classes that apply.
-
-    Labels are multi-hot if every row of the first split is a list of the same length, at least 2,
-    of nothing but 0 and 1 (or false and true). Lists of class ids would not look like this: each
-    would name just the classes 0 and 1, or one of them twice.
-
-    Returns:
-        (rows, number of classes). If the labels are not multi-hot: (the given rows, 0).
-
-    Raises:
-        DataError: If only some rows, or only some splits, have multi-hot labels.
-
-    Example:
-        rows, num_classes = multi_hot_to_ids(rows)  # [0, 1], [1, 1] -> [1], [0, 1]; num_classes 2
-    """
-    first_split = next(iter(rows.values()))
-    if _class_label_feature(first_split) is not None:
-        return rows, 0
-    lengths = {len(row) if _is_multi_hot(row) else 0 for row in first_split["label"][:]}
-    num_classes = max(lengths)
-    if len(lengths) > 1 or not num_classes:
-        return rows, 0
-    rule = f"the labels are a 0 or 1 for each of {num_classes} classes"
-    feature = List(ClassLabel(names=[str(i) for i in range(num_classes)]))
-    encoded = DatasetDict()
-    for split, dataset in rows.items():
-        values = dataset["label"][:]
-        check_values(split, values, partial(_is_multi_hot, num_classes=num_classes), rule=rule)
-        ids = [[i for i, applies in enumerate(row) if applies] for row in values]
-        encoded[split] = replace_column(dataset, "label", ids, feature)
-    return encoded, num_classes
 
 
 def notes_on_similar_names(names: Iterable[str]) -> list[str]:
@@ -132,14 +116,20 @@ def labels_to_ids(
     return [[id_of_name[name] for name in row] for row in names_by_row]
 
 
-def _label_lists(dataset: Dataset, split: str, label_type: str) -> list[list[Any]]:
+def _label_lists(
+    dataset: Dataset, split: str, label_type: str, num_classes: int
+) -> list[list[Any]]:
     """Return the labels of each row of a split as a list (of one label for "class"), after checks
-    of their types.
+    of their types; `num_classes` is 0 unless they are multi-hot.
     """
     values = dataset["label"][:]
     if label_type == "class":
         check_values(split, values, _is_class, rule=CLASS_RULE)
         return [[value] for value in values]
+    if num_classes:
+        rule = f"the labels are a 0 or 1 for each of {num_classes} classes"
+        check_values(split, values, lambda row: _num_multi_hot([row]) == num_classes, rule=rule)
+        return [[i for i, applies in enumerate(row) if applies] for row in values]
     lists = [[] if row is None else row for row in values]
     rule = "labels must be lists of names or whole numbers"
     check_values(
@@ -180,11 +170,15 @@ def _is_whole_float(value: Any) -> bool:
     return is_float and abs(value) < MAX_WHOLE_FLOAT and value == int(value)
 
 
-def _is_multi_hot(row: Any, num_classes: int | None = None) -> bool:
-    """Return whether a label is multi-hot: a list with a 0 or 1 for each class."""
-    if not isinstance(row, list) or not all(value in (0, 1) for value in row):
-        return False
-    return len(row) >= 2 if num_classes is None else len(row) == num_classes
+def _num_multi_hot(values: Sequence[Any]) -> int:
+    """Return the number of classes if the labels of all rows are lists with a 0 or 1 for each, at
+    least 2; otherwise 0.
+    """
+    are_lists = all(
+        isinstance(row, list) and all(value in (0, 1) for value in row) for row in values
+    )
+    lengths = set(map(len, values)) if are_lists else set()
+    return lengths.pop() if len(lengths) == 1 and min(lengths) >= 2 else 0
 
 
 def _class_names(
