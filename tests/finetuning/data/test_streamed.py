@@ -147,9 +147,14 @@ def test_labels_that_the_model_or_the_dataset_knows_may_come_late(tmp_path):
     assert [sample["label"] for sample in data.stream] == [row["label"] for row in rows]
 
 
+def test_a_saved_dataset(tmp_path):
+    Dataset.from_list(TEXTS).save_to_disk(tmp_path / "saved")
+    file = write(tmp_path / "d.jsonl", TEXTS)
+    assert len(list(prepared(tmp_path / "saved", validation_file=file).stream)) == 40
+
+
 def test_rows_that_cannot_be_streamed(tmp_path):
     file = write(tmp_path / "d.jsonl", TEXTS)
-    Dataset.from_list(TEXTS).save_to_disk(tmp_path / "saved")
     only_test = tmp_path / "only"
     only_test.mkdir()
     write(only_test / "test.jsonl", TEXTS)
@@ -157,7 +162,6 @@ def test_rows_that_cannot_be_streamed(tmp_path):
         (file, None, "no validation rows, and a stream cannot be split"),
         (tmp_path / "none.jsonl", file, "none.jsonl does not exist"),
         (tmp_path / "none", file, "none does not exist"),
-        (tmp_path / "saved", file, "save_to_disk.*omit streaming"),
         (write(tmp_path / "e.jsonl", []), file, "is empty"),
         (only_test, file, r"no training rows \(splits: {'validation': 40, 'test': 40}\)"),
         (file, tmp_path / "missing.jsonl", "missing.jsonl does not exist"),

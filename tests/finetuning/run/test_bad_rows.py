@@ -112,7 +112,7 @@ BAD: dict[str, list[tuple]] = {
     ],
     "question-answering": [
         ("question", 5, STRINGS),
-        ("context", None, [PLACE, "('', [('words', 5)])"]),
+        ("context", None, [PLACE, "(None, [('words', 5)])"]),
         (
             "answers",
             {"text": ["words"], "answer_start": [10**12]},

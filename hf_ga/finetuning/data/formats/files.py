@@ -2,8 +2,7 @@
 while it reads into one-line errors.
 """
 
-import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape, glob
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 from datasets import (
     ClassLabel,
+    Dataset,
+    IterableDataset,
     concatenate_datasets,
     interleave_datasets,
     load_dataset,
@@ -188,9 +189,6 @@ def _common_file_type(files: Sequence[str], paths: Sequence[str]) -> str:
         if path.stat().st_size == 0:
             raise DataError(f"the file {path} is empty.")
         _check_no_lfs_pointer(path)
-        with path.open("rb") as content:
-            if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
         name_of_type.setdefault(file_type, path.name)
     if len(name_of_type) > 1:
         found = ", ".join(f"{name} ({file_type})" for file_type, name in name_of_type.items())
@@ -213,11 +211,7 @@ def _load_file(
     document = read_document(path, field) if file_type == "json" else None
     if document is not None:
         rows_by_split, note = document
-        if streaming:
-            rows_by_split = {
-                split: rows.to_iterable_dataset() for split, rows in rows_by_split.items()
-            }
-        return rows_by_split, note
+        return to_streams(rows_by_split) if streaming else rows_by_split, note
     rows = load_dataset(
         file_type,
         data_files=escape(path),  # `datasets` would read wildcards as a pattern
@@ -226,6 +220,11 @@ def _load_file(
         **BUILDER_OPTIONS.get(file_type, {}),
     )
     return {None: with_dates_as_texts(rows, path) if file_type == "json" else rows}, None
+
+
+def to_streams(splits: Mapping[Any, Dataset]) -> dict[Any, IterableDataset]:
+    """Return the splits of a dataset as streams."""
+    return {split: rows.to_iterable_dataset() for split, rows in splits.items()}
 
 
 def join(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None = None) -> Any:

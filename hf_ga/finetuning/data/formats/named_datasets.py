@@ -16,6 +16,7 @@ from hf_ga.finetuning.data.formats.files import (
     join,
     load_folder,
     load_splits,
+    to_streams,
     wrap_read_errors,
 )
 from hf_ga.finetuning.data.options import DataOptions, as_list
@@ -114,14 +115,10 @@ def _load_splits_of(
     if name == EMBEDDED_CORPUS:
         return corpus.load(options.task)
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        if options.streaming:
-            raise DataError(
-                f"dataset_name {name} was saved by `save_to_disk` and is memory-mapped anyway: "
-                "omit streaming."
-            )
         with wrap_read_errors(name):
             loaded = load_from_disk(path)
-        return loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
+        splits = loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
+        return to_streams(splits) if options.streaming else splits
     if path.is_dir() and config_name is None:
         splits = load_folder(path, streaming=options.streaming, notes=notes)
         if splits is not None:
