@@ -203,7 +203,7 @@ BROKEN = {
     ),
     "prompt of a string, completion of messages": (
         {"prompt": ["Hi"], "completion": [turns("a")]},
-        "must be strings",
+        "must be of type text",
     ),
     "input of a number": (
         {"instruction": ["a"], "input": [3], "output": ["b"]},

@@ -4,13 +4,12 @@ them.
 `datasets` fills keys that a row lacks with None, so None means absent everywhere.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.calls import read_calls
 from hf_ga.finetuning.data.chat.template import Message
-from hf_ga.finetuning.data.chat.values import parse_json, without_none
+from hf_ga.finetuning.data.chat.values import without_none
 
 # Other names of roles -> the names that chat templates use.
 ROLES = {
@@ -45,46 +44,28 @@ KEYS = {
 # Those whose values must be strings.
 STRING_KEYS = ("role", "reasoning_content", "tool_call_id", "name")
 LOSS_KEYS = ("weight", "train")  # 0 or false: the turn is not a target
-CONVERSATION_RULE = "a conversation must be a list of messages, or JSON of one"
-MESSAGE_RULE = "every message needs the strings role and content"
+MESSAGE_RULE = (
+    "every message needs the strings role and content; prompts, completions, instructions and "
+    "outputs must be strings"
+)
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One message of a conversation in a chat dataset.
-
-    Attributes:
-        message: The message as chat templates read it: role, content, tool_calls, ...
-        is_target: Whether the model learns to write it.
-    """
-
-    message: Message
-    is_target: bool
-
-
-def read_turns(value: Any) -> list[Turn]:
-    """Read the messages of a conversation.
+def read_turn(raw_message: Any) -> tuple[Message, bool]:
+    """Read a message of a conversation.
 
     Args:
-        value: A list of messages in the format of OpenAI, TRL, axolotl, LLaMA-Factory or ShareGPT,
-            or such a list as JSON.
+        raw_message: A message in the format of OpenAI, TRL, axolotl, LLaMA-Factory or ShareGPT.
 
     Returns:
-        Its turns. Those of the assistant are targets, unless their `weight` is 0 or `train` false.
+        (the message as chat templates read it: role, content, tool_calls, ...; whether the model
+        learns to write it: if it is the assistant's, unless its `weight` is 0 or `train` false)
 
     Raises:
-        DataError: If a message has an unknown key, no role, no content, or content that is not
+        DataError: If the message has an unknown key, no role, no content, or content that is not
             text.
 
-    >>> read_turns([{"from": "gpt", "value": "hi", "weight": 0}])
-    [Turn(message={'role': 'assistant', 'content': 'hi'}, is_target=False)]
-    """
-    return [_read_turn(message) for message in parse_json(value, list, CONVERSATION_RULE)]
-
-
-def _read_turn(raw_message: Any) -> Turn:
-    """Convert a message of a dataset to the format of chat templates, and find out whether it is a
-    target.
+    >>> read_turn({"from": "gpt", "value": "hi", "weight": 0})
+    ({'role': 'assistant', 'content': 'hi'}, False)
     """
     if not isinstance(raw_message, dict):
         raise DataError(MESSAGE_RULE)
@@ -105,7 +86,7 @@ def _read_turn(raw_message: Any) -> Turn:
     # Templates read thoughts under one of two names.
     if "reasoning_content" in message:
         message["thinking"] = message["reasoning_content"]
-    return Turn(message, _is_target(loss_flags, message["role"]))
+    return message, _is_target(loss_flags, message["role"])
 
 
 def _rename_keys(raw_message: dict[str, Any]) -> Message:
