@@ -223,17 +223,16 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
     """
     rows = load_files(as_list(files), "predict", field=options.field, notes=data.notes)
     if options.task == "question-answering":
-        rows = flatten_articles(DatasetDict(predict=rows))["predict"]
+        rows = flatten_articles(rows)
     rows = first_rows(rows, options.max_predict_samples)
     # Nested columns of seq2seq are flattened, as in `load_rows`.
     splits = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)
     if not data.columns:
         data.columns = choose_columns(splits, options, data.task)
     roles = {role: column for role, column in data.columns.items() if role not in TRAINING_ROLES}
-    splits = rename_columns(splits, roles)
-    inputs = encode_choices(splits) if data.task.labels == "choice" else splits
-    samples = _map_tokenization(inputs["predict"], "predict", options, data)
-    return rows, splits["predict"], samples
+    named = rename_columns(splits, roles)["predict"]
+    inputs = encode_choices(named, "predict") if data.task.labels == "choice" else named
+    return rows, named, _map_tokenization(inputs, "predict", options, data)
 
 
 def _dataset_names(options: DataOptions) -> str:
@@ -265,18 +264,18 @@ def _encode_targets(
     """
     label_type = data.task.labels
     rows = _drop_unlabelled_test_rows(rows, data)
-    if "weight" in data.columns:
-        rows = encode_numbers(rows, "weight", "weight", data.notes)
-    if label_type in RULES and "label" in data.columns:
-        return encode_numbers(rows, "label", label_type, data.notes)
-    if label_type in ("none", "target", "pairs"):
+    for split, dataset in rows.items():
+        if "weight" in data.columns:
+            dataset = encode_numbers(dataset, split, "weight", "weight", data.notes)
+        if label_type in RULES and "label" in data.columns:
+            dataset = encode_numbers(dataset, split, "label", label_type, data.notes)
+        if label_type == "answers":
+            dataset = encode_answers(dataset, split)
+        if label_type == "choice":
+            dataset = encode_choices(dataset, split)
+        rows[split] = dataset
+    if label_type not in ("class", "classes", "tags"):
         return rows
-    if label_type == "answers":
-        return DatasetDict(
-            {split: encode_answers(dataset, split) for split, dataset in rows.items()}
-        )
-    if label_type == "choice":
-        return encode_choices(rows)
     rows, data.labels = encode_labels(rows, label_type, model_labels, data.notes)
     return rows
 

@@ -76,7 +76,7 @@ def load_rows(
         }
     loaded = {**from_names, **from_files}
     if options.task == "question-answering":
-        loaded = flatten_articles(DatasetDict(loaded))
+        loaded = {split: flatten_articles(dataset) for split, dataset in loaded.items()}
     used = [name for name in corpus.SPLITS if name in loaded]
     rows = DatasetDict(
         {name: loaded[name] for name in used if len(loaded[name]) or name == "train"}

@@ -17,7 +17,7 @@ def encoded(*rows):
     columns = choose_columns(
         splits, FinetuneConfig(dataset_name="x", task="multiple-choice"), TASKS["multiple-choice"]
     )
-    dataset = encode_choices(rename_columns(splits, columns))["train"]
+    dataset = encode_choices(rename_columns(splits, columns)["train"], "train")
     return [(row["text"], row["choices"], row["label"]) for row in dataset]
 
 

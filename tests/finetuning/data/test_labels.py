@@ -26,7 +26,11 @@ def encoded(kind, train, *others, known=None, notes=None):
         {name: data if isinstance(data, Dataset) else split(data) for name, data in splits.items()}
     )
     if kind == "number":
-        result, names = encode_numbers(rows, "label", kind, []), []
+        names = []
+        result = {
+            split: encode_numbers(dataset, split, "label", kind, [])
+            for split, dataset in rows.items()
+        }
     else:
         result, names = encode_labels(rows, kind, known, [] if notes is None else notes)
     assert all(len(result[name]) == len(rows[name]) for name in rows)

@@ -23,7 +23,7 @@ def chosen(rows, features=None, **flags):
     roles = choose_columns(splits, options, TASKS["embedding"])
     splits = rename_columns(splits, roles)
     if "label" in roles:
-        splits = encode_numbers(splits, "label", "pairs", [])
+        return encode_numbers(splits["train"], "train", "label", "pairs", []).to_list()
     return splits["train"].to_list()
 
 

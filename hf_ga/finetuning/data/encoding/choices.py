@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict, List, Value
+from datasets import Dataset, List, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -16,15 +16,16 @@ from hf_ga.finetuning.data.encoding.collation import collate_ids
 from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
 
-def encode_choices(rows: DatasetDict) -> DatasetDict:
-    """Convert multiple-choice rows to one format: a column `choices` with a list of strings per
-    row, and integer labels.
+def encode_choices(dataset: Dataset, split: str) -> Dataset:
+    """Convert the multiple-choice rows of a split to one format: a column `choices` with a list of
+    strings per row, and integer labels.
 
     The given choices are a column `choices` of lists, or the columns `choice0`, `choice1`, ...; a
     column `text_pair` (the beginning of each choice) is prepended to each choice and removed.
 
     Args:
-        rows: The rows of all splits.
+        dataset: The rows of the split.
+        split: Its name, for errors.
 
     Returns:
         The same rows with `choices` and, if they had labels, `label` as int64: the 0-based index of
@@ -34,21 +35,6 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
         DataError: If choices are not lists of strings, rows have different numbers of choices or
             fewer than two, or a label is not the index of a choice.
     """
-    encoded = DatasetDict()
-    for split, dataset in rows.items():
-        encoded[split] = _encode_split(dataset, split)
-    counts = {len(choices) for dataset in encoded.values() for choices in dataset["choices"]}
-    if len(counts) != 1 or min(counts) < 2:
-        listed = " and ".join(map(str, sorted(counts)))
-        raise DataError(
-            "all rows need the same number of choices, at least 2, because a batch is one block "
-            f"of samples x choices; there are rows with {listed}. Remove or complete these rows."
-        )
-    return encoded
-
-
-def _encode_split(dataset: Dataset, split: str) -> Dataset:
-    """Convert the multiple-choice rows of one split to one format, see `encode_choices`."""
     choice_columns = [name for name in dataset.column_names if name.startswith("choice")]
     choices = dataset[choice_columns[0]][:]
     if choice_columns != ["choices"]:
@@ -56,6 +42,14 @@ def _encode_split(dataset: Dataset, split: str) -> Dataset:
     remedy = "Choose the column with --choices_column."
     rule = "choices must be lists of strings"
     check_values(split, choices, is_list_of_texts, rule=rule, remedy=remedy)
+    counts = set(map(len, choices))
+    if len(counts) != 1 or min(counts) < 2:
+        listed = " and ".join(map(str, sorted(counts)))
+        raise DataError(
+            "all rows need the same number of choices, at least 2, because a batch is one block of "
+            f"samples x choices; there are {split} rows with {listed}. Remove or complete these "
+            "rows."
+        )
     texts = []
     for row, row_choices in zip(dataset, choices, strict=True):
         beginning = row.get("text_pair") or ""

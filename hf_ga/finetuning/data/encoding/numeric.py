@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
-from datasets import DatasetDict, Value
+from datasets import Dataset, Value
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.checks import FIX_LABELS, check_values, replace_column
@@ -24,11 +24,12 @@ _WITH_COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?([eE][+-]?\d+)?\s*")  # 1 1,5 1,5e3
 _MAY_BE_THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2},\d{3}\s*")  # 1,234
 
 
-def encode_numbers(rows: DatasetDict, role: str, kind: str, notes: list[str]) -> DatasetDict:
-    """Check the numbers of a column in all splits, and convert them to float64.
+def encode_numbers(dataset: Dataset, split: str, role: str, kind: str, notes: list[str]) -> Dataset:
+    """Check the numbers of a column in the rows of a split, and convert them to float64.
 
     Args:
-        rows: The rows of all splits.
+        dataset: The rows of the split.
+        split: Its name, for errors.
         role: The column, `label` or `weight`, which becomes the last one.
         kind: What the numbers are, a key of `RULES`.
         notes: A line for the log is appended to it if the column has decimal commas.
@@ -36,20 +37,17 @@ def encode_numbers(rows: DatasetDict, role: str, kind: str, notes: list[str]) ->
     Raises:
         DataError: See `read_numbers`; or if all weights of a split are 0.
     """
-    encoded = DatasetDict()
-    for split, dataset in rows.items():
-        values = dataset[role][:]
-        numbers = read_numbers(split, values, kind)
-        if kind == "weight" and not any(numbers):
-            raise DataError(
-                f"weight_column is 0 in all {len(dataset)} {split} rows, so there is no mean: "
-                f"{FIX_WEIGHTS}"
-            )
-        note = f"numbers of the {role}s have a decimal comma"
-        if _find_commas(values) and note not in notes:
-            notes.append(note)
-        encoded[split] = replace_column(dataset, role, numbers, Value("float64"))
-    return encoded
+    values = dataset[role][:]
+    numbers = read_numbers(split, values, kind)
+    if kind == "weight" and not any(numbers):
+        raise DataError(
+            f"weight_column is 0 in all {len(dataset)} {split} rows, so there is no mean: "
+            f"{FIX_WEIGHTS}"
+        )
+    note = f"numbers of the {role}s have a decimal comma"
+    if _find_commas(values) and note not in notes:
+        notes.append(note)
+    return replace_column(dataset, role, numbers, Value("float64"))
 
 
 def read_numbers(split: str, values: Sequence[Any], kind: str) -> list[float]:

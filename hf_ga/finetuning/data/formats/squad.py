@@ -3,29 +3,26 @@
 from collections.abc import Iterator
 from typing import Any
 
-from datasets import DatasetDict
+from datasets import Dataset
 
 from hf_ga.finetuning.data.formats.documents import to_dataset
 
 PARAGRAPHS = "paragraphs"  # the column that has the paragraphs of an article
 
 
-def flatten_articles(rows: DatasetDict) -> DatasetDict:
-    """Replace each article of SQuAD's nested format by a row per question; splits of another format
+def flatten_articles(dataset: Dataset) -> Dataset:
+    """Replace each article of SQuAD's nested format by a row per question; rows of another format
     are returned unchanged.
 
     An article is {"title": ..., "paragraphs": [{"context": ..., "qas": [question, ...]}, ...]}, and
     a question {"id": ..., "question": ..., "answers": [{"text": ..., "answer_start": ...}, ...]}.
-    The `plausible_answers` of SQuAD 2 are not used. If no question of a split has `answers`, its
-    rows have no such column.
+    The `plausible_answers` of SQuAD 2 are not used. If no question has `answers`, the rows have no
+    such column.
     """
-    splits = DatasetDict()
-    for split, dataset in rows.items():
-        paragraph = getattr(dataset.features.get(PARAGRAPHS), "feature", None)
-        if isinstance(paragraph, dict) and {"context", "qas"} <= paragraph.keys():
-            dataset = to_dataset([row for article in dataset for row in _questions_in(article)])
-        splits[split] = dataset
-    return splits
+    paragraph = getattr(dataset.features.get(PARAGRAPHS), "feature", None)
+    if isinstance(paragraph, dict) and {"context", "qas"} <= paragraph.keys():
+        return to_dataset([row for article in dataset for row in _questions_in(article)])
+    return dataset
 
 
 def _questions_in(article: dict[str, Any]) -> Iterator[dict[str, Any]]:
