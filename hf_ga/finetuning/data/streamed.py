@@ -82,7 +82,7 @@ def _encode_and_tokenize(
             rule=CLASS_RULE,
         )
         lists = [[value] for value in rows["label"]]
-        ids = labels_to_ids(lists, class_label, labels, "the stream")
+        ids = labels_to_ids(lists, class_label, labels, "streamed")
         rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
     elif "label" in rows:
         rows = {**rows, "label": read_numbers("streamed", rows["label"], "number")}

@@ -152,7 +152,8 @@ def test_numbers_that_another_file_wrote_as_names():
     assert encoded("class", ["0", "1", "10"], [10, 0]) == (["0", "1", "10"], [0, 1, 2], [2, 0])
     assert encoded("class", [0, 1, 10], ["10", "0"]) == (["0", "1", "10"], [0, 1, 2], [2, 0])
     with pytest.raises(
-        DataError, match=r"unknown labels in the validation rows: '2'. The training rows have 2"
+        DataError,
+        match=r"among the 2 of the training rows \(0, 1\), but .* validation rows have \['2'\]",
     ):
         encoded("class", ["0", "1"], [2])
 
@@ -162,12 +163,11 @@ def test_labels_that_training_does_not_know():
         for split, others in {"validation": [unknown], "test": [["a"], unknown]}.items():
             with pytest.raises(
                 DataError,
-                match=f"unknown labels in the {split} rows: {unknown[0]!r}. The training rows "
-                "have 2 labels",
+                match=rf"labels must be among the 2 .* {split} rows have \['{unknown[0]}'\]",
             ):
                 encoded("class", ["a", "b"], *others)
     with pytest.raises(
-        DataError, match="unknown labels in the train rows: '-1'"
+        DataError, match=r"labels must be among .* train rows have \['-1'\]"
     ):  # how hub datasets mark secret labels
         encoded("class", typed([0, -1, 1], ClassLabel(names=["a", "b"])))
 
@@ -221,7 +221,7 @@ def test_sets_of_classes():
     assert (names, train, validation) == (["a", "b", "c"], [[1, 0], [], [], [2]], [[2, 1], []])
     assert encoded("classes", split([[3, 20], [1]])) == (["1", "3", "20"], [[1, 2], [0]])
     assert encoded("classes", split([[3, 1]]), split([[], []]))[2] == [[], []]
-    with pytest.raises(DataError, match="unknown labels in the validation rows: 'c'"):
+    with pytest.raises(DataError, match=r"labels must be among .* validation rows have .*'c'"):
         encoded("classes", split([["a"], ["b"]]), split([["a", "c"]]))
 
 
@@ -234,7 +234,7 @@ def test_lists_of_class_labels():
     )
     fixed = typed([[1, 0], [0, 0]], List(ClassLabel(names=["z", "a"]), length=2))
     assert encoded("classes", fixed) == (["z", "a"], [[1, 0], [0, 0]])
-    with pytest.raises(DataError, match="unknown labels in the train rows: '-1'"):
+    with pytest.raises(DataError, match=r"labels must be among .* train rows have \['-1'\]"):
         encoded("classes", typed([[-1], [0]], List(ClassLabel(names=["z", "a"]))))
 
 

@@ -127,7 +127,8 @@ def test_a_label_that_comes_late_is_refused_when_it_comes(tmp_path):
     stream = iter(data.stream)
     assert [next(stream)["label"] for _ in range(12)] == [0, 1] * 6
     with pytest.raises(
-        DataError, match=r"unknown labels in the stream: 'late'. The training rows have 2 labels"
+        DataError,
+        match=r"labels must be among the 2 of the training rows .*streamed rows have \['late'\]",
     ):
         list(stream)
 

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset, DatasetDict
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.checks import NUM_SHOWN, check_values, replace_column
+from hf_ga.finetuning.data.checks import check_values, replace_column
 from hf_ga.loading.batches import IGNORED_LABEL
 
 CLASS_RULE = "labels must be names or whole numbers"
@@ -61,7 +61,7 @@ def encode_labels(
     encoded = DatasetDict()
     for split, dataset in rows.items():
         feature = _class_label_feature(dataset) or first_feature
-        ids = labels_to_ids(values[split], feature, names, f"the {split} rows")
+        ids = labels_to_ids(values[split], feature, names, split)
         labels = [row_ids[0] for row_ids in ids] if label_type == "class" else ids
         encoded[split] = replace_column(dataset, "label", labels)
     notes += notes_on_similar_names(names)
@@ -89,7 +89,7 @@ def notes_on_similar_names(names: Iterable[str]) -> list[str]:
 
 
 def labels_to_ids(
-    values: Sequence[Sequence[Any]], feature: ClassLabel | None, names: Sequence[str], where: str
+    values: Sequence[Sequence[Any]], feature: ClassLabel | None, names: Sequence[str], split: str
 ) -> list[list[int]]:
     """Convert the labels of each row to class ids.
 
@@ -98,21 +98,20 @@ def labels_to_ids(
         feature: The type of the label column if `datasets` knows its class names: then integers are
             indices of these names. None: a number is the name of a class.
         names: Class names in the order of their ids.
-        where: The rows, for the error, such as "the test rows".
+        split: Name of the split, for the error.
 
     Raises:
         DataError: If a label is not in `names`.
     """
     id_of_name = {name: index for index, name in enumerate(names)}
     names_by_row = [[_class_name(value, feature) for value in row] for row in values]
-    unknown_names = {name for row in names_by_row for name in row} - id_of_name.keys()
-    if unknown_names:
-        listed = ", ".join(map(repr, sorted(unknown_names)[:NUM_SHOWN]))
-        raise DataError(
-            f"unknown labels in {where}: {listed}. The training rows have {len(names)} labels, "
-            f"such as {', '.join(names[:5])}. "
-            "Remove the rows with other labels, or add training rows with them."
-        )
+    check_values(
+        split,
+        names_by_row,
+        lambda row: set(row) <= id_of_name.keys(),
+        rule=f"labels must be among the {len(names)} of the training rows ({', '.join(names[:5])})",
+        remedy="Remove rows with other labels, or add training rows with them.",
+    )
     return [[id_of_name[name] for name in row] for row in names_by_row]
 
 
