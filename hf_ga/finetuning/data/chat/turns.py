@@ -75,9 +75,14 @@ def _locate_by_marker(
     # The marked turn is last here, and the generation prompt follows it.
     last_messages = marked_messages[: index + 1]
     last_turn_text = template.try_render(last_messages, add_generation_prompt=True) or ""
-    prompt = template.generation_prompt(messages[:index], text_before)
-    if prompt is None or marked_text.count(MARKER) != 1 or last_turn_text.count(MARKER) != 1:
+    earlier_text = template.render(messages[:index])
+    if not text_before.startswith(earlier_text):
+        # Some templates end a conversation with the end-of-text token, but not before a turn.
+        earlier_text = earlier_text.removesuffix(template.tokenizer.eos_token or "")
+    is_marked = marked_text.count(MARKER) == 1 == last_turn_text.count(MARKER)
+    if not is_marked or not text_before.startswith(earlier_text):
         return None
+    prompt = text_before.removeprefix(earlier_text)
     head, _, tail = marked_text.partition(MARKER)
     head_if_last, _, tail_if_last = last_turn_text.partition(MARKER)
     ending = tail_if_last.removesuffix(prompt)

@@ -29,10 +29,10 @@ def with_dates_as_texts(rows: Any, path: str) -> Any:
         file.
     """
     if isinstance(rows, IterableDataset):
-        if rows.features is None:
-            # The file is a list. A column of dates in it is refused where it is used.
+        # Without types, the file is a list. A column of dates in it is refused where it is used.
+        features = Features(_with_strings(dict(rows.features or {})))
+        if features == (rows.features or {}):
             return rows
-        features = Features(_with_strings(dict(rows.features)))
         return IterableDataset.from_generator(
             rows_of_file, features=features, gen_kwargs={"path": path}
         )

@@ -291,13 +291,6 @@ def _check_no_lfs_pointer(path: Path) -> None:
         )
 
 
-def columns_of(rows: Any) -> list[str]:
-    """Return the column names of a dataset or a stream; of a stream without known columns, those of
-    its first row (none if it has no rows).
-    """
-    return rows.column_names or list(next(iter(rows), ()))
-
-
 def check_same_columns(parts: Sequence[tuple[str, Any]]) -> None:
     """Check that datasets or files have the same columns: `datasets` would fill missing ones with
     None.
@@ -308,7 +301,8 @@ def check_same_columns(parts: Sequence[tuple[str, Any]]) -> None:
     Raises:
         DataError: If one of them has other columns than the first.
     """
-    columns = [(name, sorted(columns_of(rows))) for name, rows in parts]
+    # Of a stream without known columns, those of its first row.
+    columns = [(name, sorted(rows.column_names or next(iter(rows), ()))) for name, rows in parts]
     others = [(name, names) for name, names in columns if names != columns[0][1]]
     if others:
         listed = "; ".join(
