@@ -81,15 +81,15 @@ def load_rows(
     rows = DatasetDict(
         {name: loaded[name] for name in used if len(loaded[name]) or name == "train"}
     )
-    has_enough = len(rows.get("train", ()))
-    aim = "train on"
+    aim = "evaluate" if options.eval_only else "train on"
     if options.eval_only:
-        has_enough = rows or options.predict_file is not None
-        aim = "evaluate"
-    if not has_enough:
+        lacks_rows = not rows and options.predict_file is None
+    else:
+        lacks_rows = not len(rows.get("train", ()))
+    if lacks_rows:
         raise DataError(
-            f"dataset_name {options.dataset_name} has no training rows (splits: "
-            f"{dict(rows.num_rows)}): there is nothing to {aim}."
+            f"dataset_name {options.dataset_name} has no rows to {aim} (splits: "
+            f"{dict(rows.num_rows)})."
         )
     if stream is not None and "validation" not in rows:
         raise DataError(

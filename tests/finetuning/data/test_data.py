@@ -174,7 +174,7 @@ def test_files_win_over_splits(tmp_path):
 
 def test_folder_without_training_rows(tmp_path):
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"no training rows \(splits: {'test': 40}\)"):
+    with pytest.raises(DataError, match=r"no rows to train on \(splits: {'test': 40}\)"):
         load_rows(FinetuneConfig(dataset_name=str(tmp_path / "saved")))
 
 
@@ -584,7 +584,7 @@ def test_evaluation_of_a_dataset_takes_its_own_splits(tmp_path):
     assert set(prepare_data(config, letter_tokenizer()).splits) == {"test"}
     DatasetDict(other=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "none")
     config.dataset_name = str(tmp_path / "none")
-    with pytest.raises(DataError, match="there is nothing to evaluate"):
+    with pytest.raises(DataError, match="no rows to evaluate"):
         prepare_data(config, letter_tokenizer())
 
 

@@ -164,7 +164,7 @@ def test_rows_that_cannot_be_streamed(tmp_path):
         (tmp_path / "none.jsonl", file, "none.jsonl does not exist"),
         (tmp_path / "none", file, "none does not exist"),
         (write(tmp_path / "e.jsonl", []), file, "is empty"),
-        (only_test, file, r"no training rows \(splits: {'validation': 40, 'test': 40}\)"),
+        (only_test, file, r"no rows to train on \(splits: {'validation': 40, 'test': 40}\)"),
         (file, tmp_path / "missing.jsonl", "missing.jsonl does not exist"),
     ]:
         with pytest.raises(DataError, match=message):
