@@ -68,7 +68,7 @@ FILES = {
     "squad.json": {"version": "v2.0", "data": ARTICLES},
     "articles.json": ARTICLES,
     "splits.json": {"train": ARTICLES, "validation": ARTICLES},
-    "key.json": {"articles": {"all": ARTICLES}},
+    "key.json": {"articles": ARTICLES, "number": 2},
 }
 
 

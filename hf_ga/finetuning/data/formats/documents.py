@@ -6,7 +6,7 @@ the formats that pandas' `to_json` writes.
 
 import gzip
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, TextIO
@@ -126,8 +126,8 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
     """Find the rows in the content of a JSON file that is one object: by keys that name splits, in
     a format of pandas, or under the only key with a list of objects.
     """
-    messages = [value[0] for value in document.values() if _is_list_of(dict, value)]
-    if any(keys <= message.keys() for message in messages for keys in _MESSAGE_KEYS):
+    lists = {key: value for key, value in document.items() if _is_list_of(dict, value)}
+    if any(keys <= rows[0].keys() for rows in lists.values() for keys in _MESSAGE_KEYS):
         return None  # a conversation
     splits = {key: _to_rows(document[key]) for key in document if key in SPLIT_NAMES}
     if any(splits.values()):
@@ -135,7 +135,6 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
         description = f"splits under the keys {', '.join(splits)}"
         return rows_by_split, description + _not_used(document, splits)
     rows = _rows_of_pandas(document)
-    lists = dict(_lists_of_objects(document))
     if rows is not None:
         return {None: rows}, "a format of pandas' to_json, or a list per column"
     if len(lists) > 1:
@@ -146,7 +145,7 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
     if lists:
         ((key, rows),) = lists.items()
         description = f"rows under the key `{key}`"
-        return {None: rows}, description + _not_used(document, [key.partition(".")[0]])
+        return {None: rows}, description + _not_used(document, lists)
     if _is_dict_of_dicts(document) and len(document) > 1:
         first_keys = ", ".join(list(document)[:5])
         raise DataError(
@@ -228,19 +227,6 @@ def _is_dict_of_dicts(document: Mapping[str, Any]) -> bool:
     if not values or not all(isinstance(value, dict) and value for value in values):
         return False
     return all(value.keys() == values[0].keys() for value in values)
-
-
-def _lists_of_objects(
-    document: Mapping[str, Any], parent_key: str = ""
-) -> Iterator[tuple[str, list]]:
-    """Yield (key, list) for each list of objects in a JSON object, also in nested objects, whose
-    keys are joined by dots.
-    """
-    for key, value in document.items():
-        if _is_list_of(dict, value):
-            yield parent_key + key, value
-        elif isinstance(value, dict):
-            yield from _lists_of_objects(value, f"{parent_key}{key}.")
 
 
 def _is_list_of(item_type: type, value: Any) -> bool:

@@ -39,7 +39,6 @@ FILE_TYPES = {
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Seed of mixed datasets. Not the run's seed, so that runs with different seeds have the same rows.
 MIX_SEED = 0
-MAX_POINTER_BYTES = 1024  # by the specification of git-lfs
 # Type of a file -> options of its builder in `datasets`.
 BUILDER_OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"encoding": "utf-8-sig"},  # a byte order mark is not part of the first text
@@ -280,15 +279,12 @@ def _check_no_lfs_pointer(path: Path) -> None:
     """Check that a file of a dataset is not a pointer of git-lfs, which stands for data that was
     not fetched.
     """
-    if path.stat().st_size > MAX_POINTER_BYTES:
-        return
-    content = path.read_bytes()
-    if content.startswith(LFS_POINTER):
-        size = content.decode(errors="replace").partition("size ")[2].split()[:1]
-        raise DataError(
-            f"the file {path} is a git-lfs pointer to data of {''.join(size) or 'unknown'} bytes, "
-            "not the data itself: fetch it with `git lfs pull`."
-        )
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise DataError(
+                f"the file {path} is a git-lfs pointer, not the data itself: fetch it with "
+                "`git lfs pull`."
+            )
 
 
 def check_same_columns(parts: Sequence[tuple[str, Any]]) -> None:
