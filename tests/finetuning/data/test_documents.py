@@ -231,12 +231,12 @@ def test_an_object_may_be_a_row(name, tmp_path):
 
 
 def test_rows_and_columns_that_cannot_be_told_apart(tmp_path):
-    file = written(tmp_path / "d.json", FRAME.set_axis(list("abcdef")).to_dict())
-    with pytest.raises(DataError, match=r"its keys \(text, label\).*to_json\(orient='records'\)"):
-        load_splits([file])
-    file = written(tmp_path / "d.json", {"0": {"1": "a", "2": "b"}, "1": {"1": "c", "2": "d"}})
-    with pytest.raises(DataError, match="cannot be told apart"):
-        load_splits([file])
+    """The object is a row."""
+    row = FRAME.set_axis(list("abcdef")).to_dict()
+    file = written(tmp_path / "d.json", row)
+    assert splits_of(file) == {"train": [row]}
+    with pytest.raises(DataError, match=r"1 training rows are too few.*--field"):
+        load_rows(FinetuneConfig(dataset_name=file))
 
 
 def test_rows_under_a_key_of_a_single_line(tmp_path):

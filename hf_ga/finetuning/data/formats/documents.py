@@ -146,13 +146,6 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
         ((key, rows),) = lists.items()
         description = f"rows under the key `{key}`"
         return {None: rows}, description + _not_used(document, lists)
-    if _is_dict_of_dicts(document) and len(document) > 1:
-        first_keys = ", ".join(list(document)[:5])
-        raise DataError(
-            f"{path} is one JSON object of objects, and neither its keys ({first_keys}) nor "
-            "theirs are row numbers, so rows and columns cannot be told apart: write it with "
-            "to_json(orient='records')."
-        )
     return None
 
 
@@ -200,33 +193,23 @@ def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
     # pandas' format "split": {"columns": [...], "index": [...], "data": [[...], ...]}
     if isinstance(document.get("columns"), list) and _is_list_of(list, document.get("data")):
         return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
-    if _is_dict_of_dicts(document):
-        has_row_numbers_inside = all(map(str.isdecimal, next(iter(document.values()))))
+    columns = list(document.values())
+    if columns and all(isinstance(column, dict) and column for column in columns):
+        has_row_numbers_inside = all(map(str.isdecimal, columns[0]))
         has_row_numbers_outside = all(map(str.isdecimal, document))
-        if has_row_numbers_inside == has_row_numbers_outside:
+        have_same_keys = all(column.keys() == columns[0].keys() for column in columns)
+        if has_row_numbers_inside == has_row_numbers_outside or not have_same_keys:
             return None
         if has_row_numbers_outside:  # {row number: row}
-            return list(document.values())
+            return columns
         # {column: {row number: cell}}
-        numbers = next(iter(document.values()))
-        return [{name: column[i] for name, column in document.items()} for i in numbers]
-    columns = list(document.values())
+        return [{name: column[i] for name, column in document.items()} for i in columns[0]]
     if columns and all(isinstance(column, list) and column for column in columns):
         has_objects = any(isinstance(cell, dict) for column in columns for cell in column)
         have_same_length = len(set(map(len, columns))) == 1
         if have_same_length and not has_objects:
             return [dict(zip(document, cells, strict=True)) for cells in zip(*columns, strict=True)]
     return None
-
-
-def _is_dict_of_dicts(document: Mapping[str, Any]) -> bool:
-    """Return whether all values of a JSON object are non-empty objects with the same keys, as in
-    pandas' formats by column or by row; False for an empty object.
-    """
-    values = list(document.values())
-    if not values or not all(isinstance(value, dict) and value for value in values):
-        return False
-    return all(value.keys() == values[0].keys() for value in values)
 
 
 def _is_list_of(item_type: type, value: Any) -> bool:
