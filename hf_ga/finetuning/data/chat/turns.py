@@ -98,18 +98,15 @@ def _start_of_turn(head: str, head_if_last: str, text_before: str, prompt: str) 
     """Find the first character of a turn of the assistant in a rendered conversation: the one after
     the generation prompt, or after as much of the prompt as the conversation contains.
     """
-    if head.startswith(text_before):
-        return len(text_before)
-    # What the template writes between the generation prompt and the content.
-    beginning = head_if_last.removeprefix(text_before)
-    if head_if_last.startswith(text_before) and head.endswith(prompt + beginning):
-        return len(head) - len(beginning)
     # The longest beginning of the prompt that follows the earlier messages as they were rendered.
     common = commonprefix([head, text_before])  # noqa: RUF071
     earlier_messages = text_before.removesuffix(prompt)
-    if common[len(earlier_messages) :].strip():
+    if head.startswith(text_before) or common[len(earlier_messages) :].strip():
         return len(common)
-    # Or that stands directly before the content.
-    sizes = range(len(prompt), 0, -1)
-    before_content = next((prompt[:size] for size in sizes if head.endswith(prompt[:size])), "")
-    return len(head) if before_content.strip() else None
+    # Or that stands before the content, or before what the template writes in front of it.
+    num_spaces = len(prompt) - len(prompt.lstrip())
+    for size in range(len(prompt), num_spaces, -1):
+        for written in (head_if_last.removeprefix(text_before), ""):
+            if head.endswith(prompt[:size] + written):
+                return len(head) - len(written)
+    return None
