@@ -407,10 +407,8 @@ def _notes_on_samples(
         "without a target (they do not contribute to the loss)": lacks_target.sum(),
     }
     if "answers" in samples.column_names:
-        reason = "max_length truncates their answer"
-        if options.doc_stride is not None:
-            reason = "no window contains their whole answer"
-        counts[f"trained as unanswerable, as {reason}"] = sum(samples["answer_is_lost"][:])
+        lost = "trained as unanswerable, as no sample of max_length has their whole answer"
+        counts[lost] = sum(samples["answer_is_lost"][:])
         has_answer = np.array([bool(texts) for texts in samples["answers"][:]], bool)
         num_unanswered = (is_first_window & ~has_answer).sum()
         counts["without an answer, so trained as unanswerable"] = num_unanswered

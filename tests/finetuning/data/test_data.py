@@ -730,7 +730,7 @@ def test_facts_of_answers(tmp_path):
     data = prepared(file, tokenizer, task="question-answering", validation_file=file, max_length=7)
     assert data.notes[:2] == [
         "train: 4 of 5 rows truncated to 7 tokens",
-        "train: 1 of 5 rows trained as unanswerable, as max_length truncates their answer",
+        "train: 1 of 5 rows trained as unanswerable, as no sample of max_length has their whole answer",
     ]
     assert not {"context", "answers", "starts", "ends", "no_answer", "answer_is_lost"} & set(
         data.samples("train").column_names

@@ -154,13 +154,8 @@ def _case_of(word: str) -> str:
     """
     if word.lower() == word.upper():
         return "none"
-    if word.islower():
-        return "lower"
-    if word.istitle():
-        return "Title"
-    if word.isupper():
-        return "UPPER"
-    return "Mixed"
+    cases = {"lower": word.islower(), "Title": word.istitle(), "UPPER": word.isupper()}
+    return next((tag for tag, is_case in cases.items() if is_case), "Mixed")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedTokenizerFast:

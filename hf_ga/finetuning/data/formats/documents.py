@@ -2,16 +2,22 @@
 the formats that pandas' `to_json` writes.
 
 `datasets` would read such a file as a single row.
+
+Dates in JSON files stay texts. pyarrow, with which `datasets` reads JSON, converts strings that are
+ISO 8601 dates to timestamps if all strings of a column (or of a block of about 10 MB of the file)
+are dates. "2024-01-02" would become a `datetime`, or the string "2024-01-02 00:00:00" where other
+blocks have other texts.
 """
 
 import gzip
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, TextIO
 
-from datasets import Dataset
+from datasets import Dataset, Features, IterableDataset, List, Value
 
 from hf_ga.errors import DataError
 
@@ -31,6 +37,7 @@ SPLIT_NAMES = {
 }
 # Keys that every message of a conversation has: in OpenAI's format, and in ShareGPT's.
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
+_DATE = re.compile(r'"\s*\d{4}-\d\d-\d\d')  # how the string of a date begins
 # With newer versions of `datasets`, the items of a column may have different types.
 _HAS_MIXED = "on_mixed_types" in signature(Dataset.from_dict).parameters
 _MIXED: dict[str, Any] = {"on_mixed_types": "use_json"} if _HAS_MIXED else {}
@@ -216,3 +223,60 @@ def _is_list_of(item_type: type, value: Any) -> bool:
     """Return whether a JSON value is a non-empty list whose items all have the given type."""
     is_list = isinstance(value, list) and bool(value)
     return is_list and all(isinstance(item, item_type) for item in value)
+
+
+def with_dates_as_texts(rows: Any, path: str) -> Any:
+    """Read a JSON file again with Python's JSON reader if pyarrow may have converted dates in it.
+
+    Args:
+        rows: The dataset or stream that `datasets` read from the file.
+        path: The file: JSON lines, or a list of objects, optionally compressed (.gz).
+
+    Returns:
+        `rows` itself if it has no dates, otherwise the same rows with all dates as they are in the
+        file.
+    """
+    if isinstance(rows, IterableDataset):
+        # Without types, the file is a list. A column of dates in it is refused where it is used.
+        features = Features(_with_strings(dict(rows.features or {})))
+        if features == (rows.features or {}):
+            return rows
+        return IterableDataset.from_generator(
+            rows_of_file, features=features, gen_kwargs={"path": path}
+        )
+    with open_json(path) as file:
+        has_dates = any(map(_DATE.search, file))
+    return to_dataset(list(rows_of_file(path))) if has_dates else rows
+
+
+def rows_of_file(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON file, the rows of a dataset, read by Python's JSON reader, which
+    does not convert dates.
+
+    Args:
+        path: A file of JSON lines, or with a list of objects or strings, optionally compressed
+            (.gz).
+    """
+    with open_json(path) as file:
+        lines = (line for line in file if line.strip())
+        first = next(lines, "")
+        if not first.lstrip().startswith("["):
+            yield json.loads(first)
+            yield from map(json.loads, lines)
+            return
+        for row in json.loads(first + file.read()):
+            # As `datasets` does with a list of strings.
+            yield {"text": row} if isinstance(row, str) else row
+
+
+def _with_strings(feature: Any) -> Any:
+    """Return the type of a JSON file's column in `datasets` (or a dict of such types) with strings
+    in place of timestamps, also in nested types.
+    """
+    if isinstance(feature, dict):
+        return {name: _with_strings(child) for name, child in feature.items()}
+    if isinstance(feature, List):
+        return List(_with_strings(feature.feature))
+    if isinstance(feature, Value) and feature.dtype.startswith("timestamp"):
+        return Value("string")
+    return feature

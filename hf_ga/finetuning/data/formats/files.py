@@ -21,9 +21,8 @@ from datasets.packaged_modules.json.json import JsonConfig
 from datasets.utils import logging
 
 from hf_ga.errors import DataError, HfGaError
-from hf_ga.finetuning.data.formats.dates import with_dates_as_texts
 from hf_ga.finetuning.data.formats.delimited import convert_columns, load_delimited
-from hf_ga.finetuning.data.formats.documents import read_document
+from hf_ga.finetuning.data.formats.documents import read_document, with_dates_as_texts
 
 # Extension -> type of a file, which is the name of its builder in `datasets`.
 FILE_TYPES = {
