@@ -46,7 +46,7 @@ class StreamedSamples:
             encode,
             batched=True,
             batch_size=BATCH_SIZE,
-            remove_columns=[role for role in columns if role != "weight"],
+            remove_columns=list(columns),
         )
         self.samples = samples.filter(bool, input_columns="length")
 
@@ -71,9 +71,7 @@ def _encode_and_tokenize(
     labels: Sequence[str],
     tokenize: partial,
 ) -> dict[str, list]:
-    """Replace the labels of a batch of streamed rows by class ids, check its weights, and tokenize
-    it.
-    """
+    """Replace the labels of a batch of streamed rows by class ids or numbers, and tokenize it."""
     if labels:
         check_values(
             "streamed",
@@ -86,6 +84,7 @@ def _encode_and_tokenize(
         rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
     elif "label" in rows:
         rows = {**rows, "label": read_numbers("streamed", rows["label"], "number")}
+    samples = tokenize(rows)
     if "weight" in rows:
-        rows = {**rows, "weight": read_numbers("streamed", rows["weight"], "weight")}
-    return tokenize(rows)
+        samples["weight"] = read_numbers("streamed", rows["weight"], "weight")
+    return samples
