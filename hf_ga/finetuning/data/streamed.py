@@ -71,7 +71,7 @@ def _encode_and_tokenize(
     labels: Sequence[str],
     tokenize: partial,
 ) -> dict[str, list]:
-    """Replace the labels of a batch of streamed rows by class ids or numbers, and tokenize it."""
+    """Replace the labels of a batch of streamed rows by class ids, and tokenize it."""
     if labels:
         check_values(
             "streamed",
@@ -82,8 +82,6 @@ def _encode_and_tokenize(
         lists = [[value] for value in rows["label"]]
         ids = labels_to_ids(lists, class_label, labels, "streamed")
         rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
-    elif "label" in rows:
-        rows = {**rows, "label": read_numbers("streamed", rows["label"], "number")}
     samples = tokenize(rows)
     if "weight" in rows:
         samples["weight"] = read_numbers("streamed", rows["weight"], "weight")

@@ -50,11 +50,6 @@ CASES = {
     "names of classes": ("d.jsonl", TEXTS, {"task": "text-classification"}),
     "numbers of classes": ("d.csv", NUMBERED, {"task": "text-classification"}),
     "classes that the dataset names": ("d.parquet", NUMBERED, {"task": "text-classification"}),
-    "numbers": (
-        "d.jsonl",
-        [{"text": row["text"], "label": f"{i},5"} for i, row in enumerate(TEXTS)],
-        {"task": "regression"},
-    ),
     "weights": (
         "d.jsonl",
         [row | {"w": f"{i}.5"} for i, row in enumerate(TEXTS)],
