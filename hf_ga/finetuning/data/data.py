@@ -146,10 +146,8 @@ def prepare_data(
     task = TASKS[options.task]
     notes: list[str] = []
     rows, stream = load_rows(options, notes)
-    architecture = "encoder-decoder" if task.labels == "target" else "encoder"
-    if task.pipeline == "text-generation":
-        architecture = "decoder"
-    complete_tokenizer(tokenizer, architecture)
+    architectures = {"text-generation": "decoder", "text2text-generation": "encoder-decoder"}
+    complete_tokenizer(tokenizer, architectures.get(task.pipeline, "encoder"))
     if options.truncation_side is not None:
         tokenizer.truncation_side = options.truncation_side
         tokenizer.init_kwargs["truncation_side"] = options.truncation_side

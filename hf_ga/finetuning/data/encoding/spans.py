@@ -122,8 +122,7 @@ def tokenize_questions(
         (question, context) if question and context else ("", "")
         for question, context in zip(rows["question"], rows["context"], strict=True)
     ]
-    questions = [question for question, _ in texts]
-    contexts = [context for _, context in texts]
+    questions, contexts = map(list, zip(*texts, strict=True))
     if doc_stride is not None and max_length is not None:
         _check_windows(tokenizer, max_length, doc_stride, questions, contexts)
     else:
@@ -142,9 +141,8 @@ def tokenize_questions(
     row_of_sample = np.array(encoded["overflow_to_sample_mapping"])
     windows = np.arange(len(row_of_sample)) - np.searchsorted(row_of_sample, row_of_sample)
     lacks_context = np.bincount(row_of_sample)[row_of_sample] > 1
-    samples = range(len(windows))
-    if doc_stride is None:  # only the first window, which is the truncated context
-        samples = np.flatnonzero(windows == 0).tolist()
+    # Without `doc_stride`, only the first window, which is the truncated context.
+    samples = np.flatnonzero((windows == 0) | (doc_stride is not None)).tolist()
     columns: Rows = {}
     # Per row: whether it has no answer, or its whole answer is in one of its samples.
     is_complete = np.zeros(len(texts), bool)
@@ -158,11 +156,8 @@ def tokenize_questions(
             text = rows["answer_texts"][row][0]
             start = rows["answer_starts"][row][0] + len(text) - len(text.lstrip())
             answer = (start, start + len(text.strip()))
-        answer_tokens = None
-        if answer is not None:
-            answer_tokens = _tokens_of_answer(answer, starts, ends, lacks_context[i])
-        if answer is None or answer_tokens is not None:
-            is_complete[row] = True
+        answer_tokens = answer and _tokens_of_answer(answer, starts, ends, lacks_context[i])
+        is_complete[row] |= answer is None or answer_tokens is not None
         no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
         first_token, last_token = answer_tokens or (no_answer, no_answer)
         sample = {
