@@ -68,19 +68,19 @@ def load_rows(
     if options.streaming:
         stream = from_names.get("train")
         # Of training rows the first, of other splits as many as are evaluated.
-        counts = {**limits, "train": NUM_READ_AHEAD}
+        limits["train"] = NUM_READ_AHEAD
         from_names = {
-            split: _read_stream(rows, counts[split], options)
+            split: _read_stream(rows, limits[split], options)
             for split, rows in from_names.items()
             if split not in from_files
         }
     loaded = {**from_names, **from_files}
     if options.task == "question-answering":
         loaded = {split: flatten_articles(dataset) for split, dataset in loaded.items()}
-    used = [name for name in corpus.SPLITS if name in loaded]
-    rows = DatasetDict(
-        {name: loaded[name] for name in used if len(loaded[name]) or name == "train"}
-    )
+    rows = DatasetDict()
+    for split in corpus.SPLITS:
+        if split in loaded and (split == "train" or len(loaded[split])):
+            rows[split] = loaded[split]
     aim = "evaluate" if options.eval_only else "train on"
     if options.eval_only:
         lacks_rows = not rows and options.predict_file is None
