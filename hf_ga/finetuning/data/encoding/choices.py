@@ -54,20 +54,16 @@ def encode_choices(dataset: Dataset, split: str) -> Dataset:
     for row, row_choices in zip(dataset, choices, strict=True):
         beginning = row.get("text_pair") or ""
         texts.append([f"{beginning} {choice or ''}".removeprefix(" ") for choice in row_choices])
-    kept = [name for name in dataset.column_names if name in ("text", "weight")]
-    encoded = dataset.select_columns(kept)
+    encoded = dataset.select_columns("text")
     if "label" in dataset.column_names:
         labels = dataset["label"][:]
-        labels_and_counts = [
-            {"label": label, "choices": len(row_texts)}
-            for label, row_texts in zip(labels, texts, strict=True)
-        ]
+        (count,) = counts
         check_values(
             split,
-            labels_and_counts,
+            labels,
             # A label is an int, or a string of digits.
-            lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"],
-            rule="a label must be the 0-based index of a choice",
+            lambda label: str(label).isdecimal() and int(label) < count,
+            rule=f"a label must be the 0-based index of one of {count} choices",
         )
         encoded = encoded.add_column("label", list(map(int, labels)))
     return encoded.add_column("choices", texts, feature=List(Value("string")))
