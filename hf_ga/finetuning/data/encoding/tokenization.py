@@ -210,18 +210,22 @@ def tokenize_targets(
     targets = [text or "" for text in rows["target"]]
     max_target_length = max_target_length or max_length
     encoded, full = encode(tokenizer, max_target_length, text_target=targets)
-    labels = []
-    was_truncated = []
-    for i, (target, source_ids) in enumerate(zip(targets, columns["input_ids"], strict=True)):
-        # The end token may replace the last token of a text.
-        ids = _with_end(encoded["input_ids"][i], tokenizer, max_target_length)
-        was_truncated.append(
-            columns["was_truncated"][i] or len(ids) < len(_with_end(full[i], tokenizer))
-        )
-        labels.append(ids if target and source_ids else [])
-    num_targets = list(map(len, labels))
-    samples = {"labels": labels, "num_targets": num_targets, "was_truncated": was_truncated}
-    return {**columns, **samples, "target": targets}
+    # The end token may replace the last token of a text.
+    labels = [_with_end(ids, tokenizer, max_target_length) for ids in encoded["input_ids"]]
+    full = [_with_end(ids, tokenizer) for ids in full]
+    has_content = [
+        bool(target and source)
+        for target, source in zip(targets, columns["input_ids"], strict=True)
+    ]
+    samples = make_samples({}, {"input_ids": labels}, has_content, full)
+    was_truncated = zip(columns["was_truncated"], samples["was_truncated"], strict=True)
+    return {
+        **columns,
+        "labels": samples["input_ids"],
+        "num_targets": samples["length"],
+        "was_truncated": list(map(any, was_truncated)),
+        "target": targets,
+    }
 
 
 def split_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
