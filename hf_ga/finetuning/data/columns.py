@@ -134,11 +134,9 @@ def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
     for split, dataset in rows.items():
         for role, column in roles.items():
             if column not in dataset.column_names:
-                has_flag = role in FLAGS
-                remedy = f"Name it with --{FLAGS[role]}." if has_flag else "Add it, or rename one."
                 raise DataError(
                     f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which "
-                    f"have: {', '.join(dataset.column_names)}. {remedy}"
+                    f"have: {', '.join(dataset.column_names)}. {_remedy(role)}"
                 )
     if len(set(roles.values())) < len(roles):
         listed = " and ".join(FLAGS.get(role, role) for role in roles)
@@ -166,24 +164,28 @@ def select_by_role(rows: Any, roles: Mapping[str, str]) -> Any:
 
 def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None:
     """Check the values of one column, which is named by its role in the task."""
-    remedy = "Fix these rows, or rename the column."
-    if role in FLAGS:
-        remedy = f"Choose another with --{FLAGS[role]}, or fix these rows."
-    has_texts = role in TEXT_ROLES or TEXT_ROLE.fullmatch(role)
-    if has_texts and not _has_only_strings(feature):
-        rule = f"{FLAGS.get(role, role)} must name a column of strings"
-        check_values(split, dataset[role][:], is_text, rule=rule, remedy=remedy)
+    is_valid = None
+    kind = "strings"
     if role == "tokens":
-        rule = f"{FLAGS[role]} must name a column of lists of strings"
-        # A row may be None, but no word.
-        words = [value or [] for value in dataset[role][:]]
-        check_values(
-            split,
-            words,
-            lambda row: is_list_of_texts(row) and None not in row,
-            rule=rule,
-            remedy=remedy,
-        )
+        is_valid = _is_list_of_words
+        kind = "lists of strings"
+    elif role in TEXT_ROLES or TEXT_ROLE.fullmatch(role):
+        is_valid = is_text
+    if is_valid is not None and not _has_only_strings(feature):
+        rule = f"{FLAGS.get(role, role)} must name a column of {kind}"
+        check_values(split, dataset[role][:], is_valid, rule=rule, remedy=_remedy(role))
+
+
+def _remedy(role: str) -> str:
+    """Return what to do about a column that is missing, or has wrong values."""
+    if role in FLAGS:
+        return f"Choose another with --{FLAGS[role]}, or fix these rows."
+    return "Fix these rows, or rename the column."
+
+
+def _is_list_of_words(value: Any) -> bool:
+    """Return whether a value is a list of strings; it may be None, but no word."""
+    return value is None or (is_list_of_texts(value) and None not in value)
 
 
 def _has_only_strings(feature: Any) -> bool:

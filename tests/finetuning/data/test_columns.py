@@ -322,7 +322,7 @@ def test_columns_that_one_split_lacks():
     rows = DatasetDict(
         train=empty_rows(instructions | {"input": TEXT}), test=empty_rows(instructions)
     )
-    message = r"column 'input' is not in the test rows.*Add it, or rename one"
+    message = r"column 'input' is not in the test rows.*Fix these rows, or rename the column"
     with pytest.raises(DataError, match=message) as error:
         rename_columns(rows, choose_columns(rows, config, TASKS["causal-lm"]))
     assert "--" not in str(error.value)
