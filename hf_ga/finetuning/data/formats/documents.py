@@ -12,12 +12,12 @@ blocks have other texts.
 import gzip
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, TextIO
 
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset
 
 from hf_ga.errors import DataError
 
@@ -44,13 +44,14 @@ _MIXED: dict[str, Any] = {"on_mixed_types": "use_json"} if _HAS_MIXED else {}
 
 
 def read_document(
-    path: str, field: str | None
+    path: str, field: str | None, *, streaming: bool = False
 ) -> tuple[dict[str | None, Dataset], str | None] | None:
-    """Read the rows of a JSON file that is one object.
+    """Read the rows of a JSON file that is one object, or that has dates.
 
     Args:
         path: The JSON file, optionally compressed (.gz).
         field: Key of the rows, with dots for nested keys. None: search for the rows.
+        streaming: Do not read dates; a column of them in a stream is refused where it is used.
 
     Returns:
         (split -> rows; a line for the log, which says where the rows were found). The split is None
@@ -72,11 +73,16 @@ def read_document(
         found = _rows_under_field(document, field, path)
     else:
         found = _find_rows(document, path) if document else None
-    if found is None:
-        return None
-    rows_by_split, description = found
-    splits = {split: to_dataset(rows) for split, rows in rows_by_split.items() if rows}
-    return splits, f"{file.name}: {description}"
+    if found is not None:
+        rows_by_split, description = found
+        splits = {split: to_dataset(rows) for split, rows in rows_by_split.items() if rows}
+        return splits, f"{file.name}: {description}"
+    if document:
+        return {None: to_dataset([document])}, None
+    with open_json(path) as lines:
+        if streaming or not any(map(_DATE.search, lines)):
+            return None
+    return {None: to_dataset(_read_rows(path))}, None
 
 
 def to_dataset(rows: Sequence[Row]) -> Dataset:
@@ -225,58 +231,14 @@ def _is_list_of(item_type: type, value: Any) -> bool:
     return is_list and all(isinstance(item, item_type) for item in value)
 
 
-def with_dates_as_texts(rows: Any, path: str) -> Any:
-    """Read a JSON file again with Python's JSON reader if pyarrow may have converted dates in it.
-
-    Args:
-        rows: The dataset or stream that `datasets` read from the file.
-        path: The file: JSON lines, or a list of objects, optionally compressed (.gz).
-
-    Returns:
-        `rows` itself if it has no dates, otherwise the same rows with all dates as they are in the
-        file.
-    """
-    if isinstance(rows, IterableDataset):
-        # Without types, the file is a list. A column of dates in it is refused where it is used.
-        features = Features(_with_strings(dict(rows.features or {})))
-        if features == (rows.features or {}):
-            return rows
-        return IterableDataset.from_generator(
-            rows_of_file, features=features, gen_kwargs={"path": path}
-        )
-    with open_json(path) as file:
-        has_dates = any(map(_DATE.search, file))
-    return to_dataset(list(rows_of_file(path))) if has_dates else rows
-
-
-def rows_of_file(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON file, the rows of a dataset, read by Python's JSON reader, which
-    does not convert dates.
-
-    Args:
-        path: A file of JSON lines, or with a list of objects or strings, optionally compressed
-            (.gz).
+def _read_rows(path: str) -> list[Row]:
+    """Read a JSON file of one row per line, or with a list of objects or strings, by Python's JSON
+    reader, which does not convert dates.
     """
     with open_json(path) as file:
-        lines = (line for line in file if line.strip())
-        first = next(lines, "")
-        if not first.lstrip().startswith("["):
-            yield json.loads(first)
-            yield from map(json.loads, lines)
-            return
-        for row in json.loads(first + file.read()):
-            # As `datasets` does with a list of strings.
-            yield {"text": row} if isinstance(row, str) else row
-
-
-def _with_strings(feature: Any) -> Any:
-    """Return the type of a JSON file's column in `datasets` (or a dict of such types) with strings
-    in place of timestamps, also in nested types.
-    """
-    if isinstance(feature, dict):
-        return {name: _with_strings(child) for name, child in feature.items()}
-    if isinstance(feature, List):
-        return List(_with_strings(feature.feature))
-    if isinstance(feature, Value) and feature.dtype.startswith("timestamp"):
-        return Value("string")
-    return feature
+        lines = [line for line in file if line.strip()]
+    if not lines[0].lstrip().startswith("["):
+        return list(map(json.loads, lines))
+    rows = json.loads("".join(lines))
+    # As `datasets` does with a list of strings.
+    return [{"text": row} if isinstance(row, str) else row for row in rows]

@@ -22,7 +22,7 @@ from datasets.utils import logging
 
 from hf_ga.errors import DataError, HfGaError
 from hf_ga.finetuning.data.formats.delimited import convert_columns, load_delimited
-from hf_ga.finetuning.data.formats.documents import read_document, with_dates_as_texts
+from hf_ga.finetuning.data.formats.documents import read_document
 
 # Extension -> type of a file, which is the name of its builder in `datasets`.
 FILE_TYPES = {
@@ -206,7 +206,9 @@ def _load_file(
     if file_type == "csv":
         rows, note = load_delimited(path, streaming=streaming)
         return {None: rows}, note
-    document = read_document(path, field) if file_type == "json" else None
+    document = None
+    if file_type == "json":
+        document = read_document(path, field, streaming=streaming)
     if document is not None:
         rows_by_split, note = document
         return to_streams(rows_by_split) if streaming else rows_by_split, note
@@ -217,7 +219,7 @@ def _load_file(
         streaming=streaming,
         **BUILDER_OPTIONS.get(file_type, {}),
     )
-    return {None: with_dates_as_texts(rows, path) if file_type == "json" else rows}, None
+    return {None: rows}, None
 
 
 def to_streams(splits: Mapping[Any, Dataset]) -> dict[Any, IterableDataset]:
