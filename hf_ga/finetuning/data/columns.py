@@ -15,7 +15,7 @@ from hf_ga.finetuning.data.checks import (
     is_list_of_texts,
     is_text,
 )
-from hf_ga.finetuning.data.encoding.pairs import TEXT_ROLE, names_of_negatives
+from hf_ga.finetuning.data.encoding.pairs import TEXT_ROLE, names_of_texts
 from hf_ga.finetuning.data.options import DataOptions
 from hf_ga.finetuning.data.tasks import Task
 
@@ -263,7 +263,8 @@ def _anchor_and_others(dataset: Dataset, options: DataOptions) -> dict[str, str]
     score = options.label_column or next((name for name in SCORES if name in names), None)
     negatives = _numbered_columns(dataset, NEGATIVE)
     if score is None:
-        return roles | dict(zip(names_of_negatives(len(negatives)), negatives, strict=True))
+        texts = [*roles.values(), *negatives]
+        return dict(zip(names_of_texts(len(texts)), texts, strict=True))
     if negatives:
         raise DataError(
             f"the rows have a score ({score!r}) and negatives ({', '.join(negatives)}), but pairs "

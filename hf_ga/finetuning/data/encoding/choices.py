@@ -109,10 +109,11 @@ def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dic
         longest), and, if the samples have labels, int64 `labels` of shape (samples,).
     """
     names = [name for name in ("input_ids", "token_type_ids") if name in samples[0]]
-    choices = []
-    for sample in samples:
-        for index in range(len(sample["input_ids"])):
-            choices.append({name: sample[name][index] for name in names})
+    choices = [
+        {name: sample[name][index] for name in names}
+        for sample in samples
+        for index in range(len(sample["input_ids"]))
+    ]
     flat_batch = collate_ids(choices, pad_token_id)
     batch = {name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in flat_batch.items()}
     if "label" in samples[0]:

@@ -95,13 +95,5 @@ def names_of_texts(num_texts: int) -> list[str]:
     >>> names_of_texts(4)
     ['anchor', 'positive', 'negative', 'negative_1']
     """
-    return ["anchor", "positive", *names_of_negatives(num_texts - 2)]
-
-
-def names_of_negatives(num_negatives: int) -> list[str]:
-    """Return the names of the negatives in a sample of text pairs, to train embeddings.
-
-    >>> names_of_negatives(3)
-    ['negative', 'negative_1', 'negative_2']
-    """
-    return [f"negative_{i}" if i else "negative" for i in range(num_negatives)]
+    negatives = [f"negative_{i}" if i else "negative" for i in range(num_texts - 2)]
+    return ["anchor", "positive", *negatives]
