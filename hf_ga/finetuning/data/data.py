@@ -243,11 +243,11 @@ def _describe(rows: DatasetDict, options: DataOptions) -> str:
     if not rows:
         return "no rows to evaluate"
     name = _dataset_names(options)
-    if name == "stdlib" and "train" in rows:
-        name = f"standard library of Python {platform.python_version()}"
-    elif name == "stdlib":
-        # Only files are evaluated, and the embedded corpus, the default name, is not read.
-        name = ", ".join(as_list(options.validation_file) + as_list(options.test_file))
+    if name == "stdlib":
+        # If only files are evaluated, the embedded corpus, the default name, is not read.
+        files = ", ".join(as_list(options.validation_file) + as_list(options.test_file))
+        corpus_name = f"standard library of Python {platform.python_version()}"
+        name = corpus_name if "train" in rows else files
     counts = {split: f"{count:,} {split}" for split, count in rows.num_rows.items()}
     if options.streaming:
         counts["train"] = f"a stream, {len(rows['train'])} rows of it read ahead"
@@ -279,20 +279,21 @@ def _encode_targets(
 
 
 def _drop_unlabelled_test_rows(rows: DatasetDict, data: PreparedData) -> DatasetDict:
-    """Drop the split `test` if all its labels are -1, which means unlabelled on the hub; for
-    multiple choice also if they are empty or None.
+    """Drop the split `test` if all its labels are -1, which means unlabelled on the hub, empty or
+    None.
     """
     label_type = data.task.labels
     if "test" not in rows or label_type not in ("class", "number", "choice"):
         return rows
-    unlabelled_values = (-1, "", None) if label_type == "choice" else (-1,)
-    if not all(value in unlabelled_values for value in rows["test"]["label"]):
+    if not all(value in (-1, "", None) for value in rows["test"]["label"]):
         return rows
     rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
-    data.notes.append("skipped the test rows: all their labels are -1, which means unlabelled")
+    data.notes.append(
+        "skipped the test rows: all their labels are -1 or empty, which means unlabelled"
+    )
     if not rows:
         raise DataError(
-            "all labels of the test rows are -1, which means unlabelled: there is nothing to "
+            "all labels of the test rows are -1 or empty, which means unlabelled: there is nothing to "
             "evaluate."
         )
     return rows

@@ -399,7 +399,9 @@ def test_regression(tmp_path):
     data = prepared(numbers("d", 1, 2, 3), **flags, test_file=numbers("t", -1.0, -1.0))
     assert data.splits["train"]["label"][:] == [1.0, 2.0, 3.0]
     assert data.labels == []
-    assert data.notes == ["skipped the test rows: all their labels are -1, which means unlabelled"]
+    assert data.notes == [
+        "skipped the test rows: all their labels are -1 or empty, which means unlabelled"
+    ]
     assert data.collate([data.splits["train"][1]])["labels"].tolist() == [2.0]
     assert prepared(numbers("d", 1, 2, 3), **flags, test_file=numbers("u", -1, 3)).splits["test"][
         "label"
