@@ -293,8 +293,8 @@ def _drop_unlabelled_test_rows(rows: DatasetDict, data: PreparedData) -> Dataset
     )
     if not rows:
         raise DataError(
-            "all labels of the test rows are -1 or empty, which means unlabelled: there is nothing to "
-            "evaluate."
+            "all labels of the test rows are -1 or empty, which means unlabelled: there is nothing "
+            "to evaluate."
         )
     return rows
 
