@@ -164,16 +164,17 @@ def select_by_role(rows: Any, roles: Mapping[str, str]) -> Any:
 
 def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None:
     """Check the values of one column, which is named by its role in the task."""
-    is_valid = None
-    kind = "strings"
+    is_text_role = role in TEXT_ROLES or TEXT_ROLE.fullmatch(role)
     if role == "tokens":
         is_valid = _is_list_of_words
         kind = "lists of strings"
-    elif role in TEXT_ROLES or TEXT_ROLE.fullmatch(role):
+    elif is_text_role and not _has_only_strings(feature):
         is_valid = is_text
-    if is_valid is not None and not _has_only_strings(feature):
-        rule = f"{FLAGS.get(role, role)} must name a column of {kind}"
-        check_values(split, dataset[role][:], is_valid, rule=rule, remedy=_remedy(role))
+        kind = "strings"
+    else:
+        return
+    rule = f"{FLAGS.get(role, role)} must name a column of {kind}"
+    check_values(split, dataset[role][:], is_valid, rule=rule, remedy=_remedy(role))
 
 
 def _remedy(role: str) -> str:
