@@ -113,7 +113,7 @@ def docstring_samples(kind: str, max_length: int, count: int) -> list[Sample]:
         max_length: Maximum number of tokens of a sample; longer ones are truncated.
         count: Maximum number of samples.
     """
-    rows = corpus.stdlib_splits()["train"]
+    rows = corpus.load_stdlib()["train"].to_list()
     tokenizer = corpus.load_stdlib_tokenizer()
     if kind == "gpt":
         texts = [row["text"] for row in rows[:count]]

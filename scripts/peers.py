@@ -205,7 +205,7 @@ def language_model(dropout: float) -> tuple[nn.Module, list[dict[str, Any]]]:
         The model and its tokenized samples.
     """
     tokenizer = corpus.load_stdlib_tokenizer()
-    texts = [row["text"] for row in corpus.stdlib_splits()["train"][:NUM_SAMPLES]]
+    texts = corpus.load_stdlib()["train"]["text"][:NUM_SAMPLES]
     ids = tokenizer(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
     samples = [{"input_ids": row} for row in ids]
     shape = Shape("gpt", layers=2, width=64, heads=4, words=len(tokenizer))
@@ -222,7 +222,7 @@ def embedding_model() -> tuple[nn.Module, list[dict[str, Any]], Callable]:
         The model, its tokenized pairs, and the function that collates them.
     """
     tokenizer = corpus.load_stdlib_tokenizer()
-    words_of_rows = [row["text"].split() for row in corpus.stdlib_splits()["train"]]
+    words_of_rows = [text.split() for text in corpus.load_stdlib()["train"]["text"]]
     texts = [words for words in words_of_rows if len(words) > 1][:NUM_SAMPLES]
     halves = {
         "anchor": [" ".join(words[: len(words) // 2]) for words in texts],

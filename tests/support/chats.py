@@ -3,7 +3,7 @@ with them.
 """
 
 from hf_ga.finetuning.data.chat.rendering import render_rows
-from hf_ga.finetuning.data.encoding.tokenization import tokenize_completions
+from hf_ga.finetuning.data.encoding.tokenization import tokenize_causal
 from hf_ga.finetuning.data.formats import corpus
 
 IGNORED = -100
@@ -102,5 +102,5 @@ def learnt(row: dict, template: str | None) -> str:
     """The tokens of a row that are targets, as text."""
     tokenizer = tokenizer_with(template)
     columns = {name: [value] for name, value in row.items()}
-    labels = tokenize_completions(columns, tokenizer, 512)["labels"][0]
+    labels = tokenize_causal(columns, tokenizer, 512)["labels"][0]
     return tokenizer.decode([label for label in labels if label != IGNORED])

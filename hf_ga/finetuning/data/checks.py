@@ -2,17 +2,14 @@
 before any work starts.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 
 from hf_ga.errors import DataError
 
 NUM_SHOWN = 3  # maximum number of values that an error lists
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
-FIX_WEIGHTS = "Choose the column with --weight_column, or fix these rows (0 leaves a row out)."
 FIX_LABELS = "Choose the column with --label_column, or fix these rows."
 
 
@@ -23,7 +20,6 @@ def check_values(
     *,
     rule: str,
     remedy: str = FIX_LABELS,
-    has_row_numbers: bool = True,
 ) -> None:
     """Check one value of each row in a split of a dataset, such as its label, weight or text.
 
@@ -33,34 +29,24 @@ def check_values(
         is_valid: Returns whether a value is valid.
         rule: What values must be, the beginning of the error.
         remedy: What to do, the end of the error.
-        has_row_numbers: Whether `values` are those of the whole split, so that their indices are
-            row numbers; False for a part of a stream.
 
     Raises:
         DataError: If any value is invalid. The message has the rule, the number of rows that
             break it, their first values, the first row number (0-based), and the remedy.
 
-    >>> check_values("train", [1, "x"], is_number, rule="labels must be numbers")
+    >>> check_values("train", ["a", 1], is_text, rule="labels must be texts")
     Traceback (most recent call last):
-    hf_ga.errors.DataError: labels must be numbers, but 1 of 2 train rows have 'x' (first: row 1, \
+    hf_ga.errors.DataError: labels must be texts, but 1 of 2 train rows have 1 (first: row 1, \
 counted from 0). Choose the column with --label_column, or fix these rows.
     """
     invalid = {row: value for row, value in enumerate(values) if not is_valid(value)}
     if not invalid:
         return
     examples = ", ".join(f"{value!r:.80}" for value in list(invalid.values())[:NUM_SHOWN])
-    where = f" (first: row {min(invalid)}, counted from 0)" if has_row_numbers else ""
     raise DataError(
-        f"{rule}, but {len(invalid)} of {len(values)} {split} rows have {examples}{where}. {remedy}"
+        f"{rule}, but {len(invalid)} of {len(values)} {split} rows have {examples} (first: row "
+        f"{min(invalid)}, counted from 0). {remedy}"
     )
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a label or weight of a row is an int or float that is finite in float32; a
-    bool is not.
-    """
-    is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and abs(value) <= MAX_FLOAT32
 
 
 def is_text(value: Any) -> bool:
@@ -87,26 +73,3 @@ def replace_column(
         feature: Their type. None: inferred.
     """
     return dataset.remove_columns(name).add_column(name, list(values), feature=feature)
-
-
-def check_weights(split: str, weights: Sequence[Any], *, has_row_numbers: bool = True) -> None:
-    """Check that the weights of rows in the loss are numbers that are finite in float32 and at
-    least 0.
-
-    Args:
-        split: Name of the split, for the error.
-        weights: The value of the weight column in each row.
-        has_row_numbers: See `check_values`.
-
-    Raises:
-        DataError: If one is not.
-    """
-    rule = "weight_column must have a finite number of at least 0 in every row"
-    check_values(
-        split,
-        weights,
-        lambda value: is_number(value) and value >= 0,
-        rule=rule,
-        remedy=FIX_WEIGHTS,
-        has_row_numbers=has_row_numbers,
-    )

@@ -6,19 +6,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import pyarrow as pa
 from datasets import ClassLabel, Dataset, DatasetDict, Value
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns, check_learnable
 from hf_ga.finetuning.data.checks import (
-    FIX_WEIGHTS,
     check_values,
-    check_weights,
     is_list_of_texts,
     is_text,
 )
-from hf_ga.finetuning.data.encoding.pairs import TEXT_ROLE, names_of_negatives
+from hf_ga.finetuning.data.encoding.pairs import TEXT_ROLE, names_of_texts
 from hf_ga.finetuning.data.options import DataOptions
 from hf_ga.finetuning.data.tasks import Task
 
@@ -132,16 +129,14 @@ def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
 
     Raises:
         DataError: If a column is missing in a split, one column has two roles, texts are not
-            strings or not valid UTF-8, or weights are not numbers of at least 0.
+            strings.
     """
     for split, dataset in rows.items():
         for role, column in roles.items():
             if column not in dataset.column_names:
-                has_flag = role in FLAGS
-                remedy = f"Name it with --{FLAGS[role]}." if has_flag else "Add it, or rename one."
                 raise DataError(
                     f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which "
-                    f"have: {', '.join(dataset.column_names)}. {remedy}"
+                    f"have: {', '.join(dataset.column_names)}. {_remedy(role)}"
                 )
     if len(set(roles.values())) < len(roles):
         listed = " and ".join(FLAGS.get(role, role) for role in roles)
@@ -169,38 +164,29 @@ def select_by_role(rows: Any, roles: Mapping[str, str]) -> Any:
 
 def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None:
     """Check the values of one column, which is named by its role in the task."""
-    remedy = "Fix these rows, or rename the column."
-    if role in FLAGS:
-        remedy = f"Choose another with --{FLAGS[role]}, or fix these rows."
-    has_texts = role in TEXT_ROLES or TEXT_ROLE.fullmatch(role)
-    if has_texts and not _has_only_strings(feature):
-        rule = f"{FLAGS.get(role, role)} must name a column of strings"
-        check_values(split, dataset[role][:], is_text, rule=rule, remedy=remedy)
-    if role == "weight":
-        check_weights(split, dataset[role][:])
-        if not any(dataset[role][:]):
-            raise DataError(
-                f"weight_column is 0 in all {len(dataset)} {split} rows, so there is no mean: "
-                f"{FIX_WEIGHTS}"
-            )
+    is_text_role = role in TEXT_ROLES or TEXT_ROLE.fullmatch(role)
     if role == "tokens":
-        rule = f"{FLAGS[role]} must name a column of lists of strings"
-        # A row may be None, but no word.
-        words = [value or [] for value in dataset[role][:]]
-        check_values(
-            split,
-            words,
-            lambda row: is_list_of_texts(row) and None not in row,
-            rule=rule,
-            remedy=remedy,
-        )
-    # Check the encoding of the whole column here, before rows are read one by one.
-    try:
-        dataset.data.column(role).validate(full=True)
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"the {role} column of the {split} rows is not valid UTF-8: convert the file to UTF-8."
-        ) from error
+        is_valid = _is_list_of_words
+        kind = "lists of strings"
+    elif is_text_role and not _has_only_strings(feature):
+        is_valid = is_text
+        kind = "strings"
+    else:
+        return
+    rule = f"{FLAGS.get(role, role)} must name a column of {kind}"
+    check_values(split, dataset[role][:], is_valid, rule=rule, remedy=_remedy(role))
+
+
+def _remedy(role: str) -> str:
+    """Return what to do about a column that is missing, or has wrong values."""
+    if role in FLAGS:
+        return f"Choose another with --{FLAGS[role]}, or fix these rows."
+    return "Fix these rows, or rename the column."
+
+
+def _is_list_of_words(value: Any) -> bool:
+    """Return whether a value is a list of strings; it may be None, but no word."""
+    return value is None or (is_list_of_texts(value) and None not in value)
 
 
 def _has_only_strings(feature: Any) -> bool:
@@ -213,19 +199,19 @@ def _input_columns(dataset: Dataset, options: DataOptions, task: Task) -> dict[s
     if task.labels == "tags":  # token classification
         text = options.text_column or _first_existing_column(dataset, ("tokens", "words"))
         return {"tokens": text}
+    first = options.text_column
+    second = options.text_pair_column
     if task.labels == "answers":  # question answering
-        return {
-            "question": options.text_column or "question",
-            "context": options.text_pair_column or "context",
-        }
+        return {"question": first or "question", "context": second or "context"}
     if task.labels == "choice":  # multiple choice
         return _question_and_choices(dataset, options)
     if task.labels == "target":  # seq2seq
         return _source_and_target(dataset, options)
     if task.labels == "pairs":  # embeddings
         return _anchor_and_others(dataset, options)
+    default = _default_text_column(dataset, options)
     if task.labels in ("class", "number", "classes"):  # sequence classification and regression
-        return _text_and_pair(dataset, options)
+        return _two_columns(dataset, {"text": first, "text_pair": second}, TEXT_PAIRS, (default,))
     if task.pipeline == "text-generation" and options.text_column is None:
         check_learnable(dataset.column_names)
         columns = chat_columns(dataset.column_names)
@@ -237,38 +223,20 @@ def _input_columns(dataset: Dataset, options: DataOptions, task: Task) -> dict[s
             )
         if columns:
             return {column: column for column in columns}
-    return {"text": options.text_column or _default_text_column(dataset, options)}
-
-
-def _text_and_pair(dataset: Dataset, options: DataOptions) -> dict[str, str]:
-    """Choose the columns `text` and, if there is one, `text_pair` of a sequence classifier."""
-    text = options.text_column
-    text_pair = options.text_pair_column
-    if not text:
-        first, second = _known_pair(dataset, TEXT_PAIRS)
-        text = first or _default_text_column(dataset, options)
-        text_pair = text_pair or second
-    return {"text": text, "text_pair": text_pair} if text_pair else {"text": text}
+    return {"text": first or default}
 
 
 def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, str]:
     """Choose the columns of multiple choice: the question (`text`), a text that begins each choice
     (`text_pair`) and the choices.
     """
-    existing = dataset.column_names
-    text = options.text_column
-    text_pair = options.text_pair_column
-    if not text:
-        first, second = _known_pair(dataset, QUESTION_PAIRS)
-        text = first or _first_existing_column(dataset, QUESTION_COLUMNS)
-        text_pair = text_pair or second
-    roles = {"text": text}
-    if text_pair:
-        roles["text_pair"] = text_pair
-    numbered_choices = sorted(filter(NUMBERED_CHOICE.fullmatch, existing), key=_number_in)
-    has_list_column = any(name in existing for name in CHOICES_COLUMNS)
-    if options.choices_column or not numbered_choices or has_list_column:
-        choices = options.choices_column or _first_existing_column(dataset, CHOICES_COLUMNS)
+    flags = {"text": options.text_column, "text_pair": options.text_pair_column}
+    question = _first_existing_column(dataset, QUESTION_COLUMNS)
+    roles = _two_columns(dataset, flags, QUESTION_PAIRS, (question,))
+    choices = options.choices_column or _first_existing_column(dataset, CHOICES_COLUMNS)
+    numbered_choices = _numbered_columns(dataset, NUMBERED_CHOICE)
+    has_choices = options.choices_column is not None or choices in dataset.column_names
+    if has_choices or not numbered_choices:
         return {**roles, "choices": choices}
     return {**roles, **{f"choice{i}": name for i, name in enumerate(numbered_choices)}}
 
@@ -278,14 +246,12 @@ def _source_and_target(dataset: Dataset, options: DataOptions) -> dict[str, str]
     else a well-known pair of columns, or the first two languages of translations.
     """
     languages = [name for name in dataset.column_names if name.startswith("translation.")]
-    source = options.text_column or _known_pair(dataset, SOURCE_COLUMNS.items())[0]
-    source = source or _first_existing_column(dataset, [*languages, *SOURCE_COLUMNS])
-    targets = (SOURCE_COLUMNS.get(source), *languages, *SOURCE_COLUMNS.values())
-    others = [name for name in targets if name not in (None, source)]
-    return {
-        "text": source,
-        "target": options.target_column or _first_existing_column(dataset, others),
-    }
+    flags = {"text": options.text_column, "target": options.target_column}
+    default = (_first_existing_column(dataset, [*languages, *SOURCE_COLUMNS]),)
+    roles = _two_columns(dataset, flags, SOURCE_COLUMNS.items(), default)
+    targets = (SOURCE_COLUMNS.get(roles["text"]), *languages, *SOURCE_COLUMNS.values())
+    others = [name for name in targets if name not in (None, roles["text"])]
+    return {"target": _first_existing_column(dataset, others), **roles}
 
 
 def _anchor_and_others(dataset: Dataset, options: DataOptions) -> dict[str, str]:
@@ -293,15 +259,13 @@ def _anchor_and_others(dataset: Dataset, options: DataOptions) -> dict[str, str]
     `negative`, `negative_1`, ... or `label`, the score of a pair.
     """
     names = dataset.column_names
-    first, second = _known_pair(dataset, ANCHOR_PAIRS)
-    roles = {
-        "anchor": options.text_column or first or "anchor",
-        "positive": options.text_pair_column or second or "positive",
-    }
+    flags = {"anchor": options.text_column, "positive": options.text_pair_column}
+    roles = _two_columns(dataset, flags, ANCHOR_PAIRS, ("anchor", "positive"))
     score = options.label_column or next((name for name in SCORES if name in names), None)
-    negatives = sorted(filter(NEGATIVE.fullmatch, names), key=_number_in)
+    negatives = _numbered_columns(dataset, NEGATIVE)
     if score is None:
-        return roles | dict(zip(names_of_negatives(len(negatives)), negatives, strict=True))
+        texts = [*roles.values(), *negatives]
+        return dict(zip(names_of_texts(len(texts)), texts, strict=True))
     if negatives:
         raise DataError(
             f"the rows have a score ({score!r}) and negatives ({', '.join(negatives)}), but pairs "
@@ -317,18 +281,25 @@ def _anchor_and_others(dataset: Dataset, options: DataOptions) -> dict[str, str]
     return {**roles, "label": score}
 
 
-def _number_in(name: str) -> int:
-    """Return the number in the name of a column, to sort by it: 2 for ending_2, 0 without one."""
-    return int(re.sub(r"\D", "", name) or 0)
+def _numbered_columns(dataset: Dataset, pattern: re.Pattern) -> list[str]:
+    """Return the columns whose names match a pattern, by the numbers in their names."""
+    names = filter(pattern.fullmatch, dataset.column_names)
+    return sorted(names, key=lambda name: int(re.sub(r"\D", "", name) or 0))
 
 
-def _known_pair(
-    dataset: Dataset, pairs: Iterable[tuple[str, str]]
-) -> tuple[str, str] | tuple[None, None]:
-    """Return the first of `pairs` whose columns both exist."""
-    existing = dataset.column_names
-    known = [pair for pair in pairs if pair[0] in existing and pair[1] in existing]
-    return known[0] if known else (None, None)
+def _two_columns(
+    dataset: Dataset,
+    flags: dict[str, str | None],
+    pairs: Iterable[tuple[str, str]],
+    default: tuple[str, ...],
+) -> dict[str, str]:
+    """Choose the columns for two roles, or for the first alone: those that flags name, or else the
+    first of `pairs` whose columns both exist, or the defaults.
+    """
+    given = {role: name for role, name in flags.items() if name}
+    known = [pair for pair in pairs if set(pair) <= set(dataset.column_names)]
+    is_chosen = next(iter(flags)) in given or not known
+    return dict(zip(flags, default if is_chosen else known[0], strict=False)) | given
 
 
 def _default_text_column(dataset: Dataset, options: DataOptions) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,23 +16,16 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns
-from hf_ga.finetuning.data.columns import FLAGS, choose_columns, rename_columns
+from hf_ga.finetuning.data.columns import choose_columns, rename_columns
 from hf_ga.finetuning.data.encoding.choices import encode_choices
-from hf_ga.finetuning.data.encoding.labels import (
-    encode_labels,
-    multi_hot_to_ids,
-    notes_on_float_classes,
-    notes_on_similar_names,
-)
+from hf_ga.finetuning.data.encoding.labels import encode_labels
 from hf_ga.finetuning.data.encoding.masking import KeyedMasks
-from hf_ga.finetuning.data.encoding.numeric import convert_to_numbers
-from hf_ga.finetuning.data.encoding.pairs import check_scores
+from hf_ga.finetuning.data.encoding.numeric import RULES, encode_numbers
 from hf_ga.finetuning.data.encoding.spans import encode_answers
 from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
     encoding_settings,
     split_into_blocks,
-    tokenize_completions,
 )
 from hf_ga.finetuning.data.formats.corpus import SPLITS
 from hf_ga.finetuning.data.formats.files import load_files, wrap_read_errors
@@ -153,10 +146,8 @@ def prepare_data(
     task = TASKS[options.task]
     notes: list[str] = []
     rows, stream = load_rows(options, notes)
-    architecture = "encoder-decoder" if task.labels == "target" else "encoder"
-    if task.pipeline == "text-generation":
-        architecture = "decoder"
-    complete_tokenizer(tokenizer, architecture)
+    architectures = {"text-generation": "decoder", "text2text-generation": "encoder-decoder"}
+    complete_tokenizer(tokenizer, architectures.get(task.pipeline, "encoder"))
     if options.truncation_side is not None:
         tokenizer.truncation_side = options.truncation_side
         tokenizer.init_kwargs["truncation_side"] = options.truncation_side
@@ -183,12 +174,6 @@ def prepare_data(
         unused = [name for name in names if name not in data.columns.values()]
         if unused:
             data.notes.append(f"unused columns: {', '.join(unused)}")
-        if stream is None:  # the rows of a stream are not converted, so the first ones are not
-            roles = ["weight"]
-            if task.labels in ("number", "pairs"):
-                roles = ["label", "weight"]
-            numbers = {FLAGS[role]: data.columns[role] for role in roles if role in data.columns}
-            rows = convert_to_numbers(rows, numbers, data.notes)
         rows = rename_columns(rows, data.columns)
         rows = _encode_targets(rows, data, model_labels)
         if template and "strftime_now" in str(template):
@@ -210,7 +195,7 @@ def prepare_data(
         if "validation" in rows:
             data.identity["validation"] = _hash_rows(rows["validation"], data)
     if stream is not None:
-        tokenize = _tokenize_function(data.columns, options, data)
+        tokenize = _tokenize_function(options, data)
         data.stream = StreamedSamples(
             stream, _dataset_names(options), data.columns, data.labels, tokenize
         )
@@ -236,22 +221,16 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
     """
     rows = load_files(as_list(files), "predict", field=options.field, notes=data.notes)
     if options.task == "question-answering":
-        rows = flatten_articles(DatasetDict(predict=rows))["predict"]
+        rows = flatten_articles(rows)
     rows = first_rows(rows, options.max_predict_samples)
     # Nested columns of seq2seq are flattened, as in `load_rows`.
     splits = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)
     if not data.columns:
         data.columns = choose_columns(splits, options, data.task)
     roles = {role: column for role, column in data.columns.items() if role not in TRAINING_ROLES}
-    splits = rename_columns(splits, roles)
-    rows_by_role = splits["predict"]
-    inputs = rows_by_role
-    if data.task.labels == "choice":
-        inputs = encode_choices(splits)["predict"]
-    if data.task.labels == "tags":
-        word_indices = [list(range(len(words or []))) for words in rows_by_role["tokens"]]
-        inputs = rows_by_role.add_column("label", word_indices)
-    return rows, rows_by_role, _map_tokenization(inputs, "predict", options, data)
+    named = rename_columns(splits, roles)["predict"]
+    inputs = encode_choices(named, "predict") if data.task.labels == "choice" else named
+    return rows, named, _map_tokenization(inputs, "predict", options, data)
 
 
 def _dataset_names(options: DataOptions) -> str:
@@ -264,11 +243,11 @@ def _describe(rows: DatasetDict, options: DataOptions) -> str:
     if not rows:
         return "no rows to evaluate"
     name = _dataset_names(options)
-    if name == "stdlib" and "train" in rows:
-        name = f"standard library of Python {platform.python_version()}"
-    elif name == "stdlib":
-        # Only files are evaluated, and the embedded corpus, the default name, is not read.
-        name = ", ".join(as_list(options.validation_file) + as_list(options.test_file))
+    if name == "stdlib":
+        # If only files are evaluated, the embedded corpus, the default name, is not read.
+        files = ", ".join(as_list(options.validation_file) + as_list(options.test_file))
+        corpus_name = f"standard library of Python {platform.python_version()}"
+        name = corpus_name if "train" in rows else files
     counts = {split: f"{count:,} {split}" for split, count in rows.num_rows.items()}
     if options.streaming:
         counts["train"] = f"a stream, {len(rows['train'])} rows of it read ahead"
@@ -282,57 +261,48 @@ def _encode_targets(
     task's tokenization reads.
     """
     label_type = data.task.labels
-    if label_type == "pairs":
-        check_scores(rows)
-    if label_type in ("none", "target", "pairs"):
-        return rows
-    if label_type == "answers":
-        return DatasetDict(
-            {split: encode_answers(dataset, split) for split, dataset in rows.items()}
-        )
     rows = _drop_unlabelled_test_rows(rows, data)
-    if label_type == "choice":
-        return encode_choices(rows)
-    if label_type == "classes":
-        rows, num_classes = multi_hot_to_ids(rows)
-        if num_classes:
-            data.notes.append(
-                f"labels: a 0 or 1 for each of {num_classes} classes (one-hot); if they are lists "
-                "of the classes that apply, write names instead of numbers"
-            )
-    if label_type == "class":
-        data.notes += notes_on_float_classes(rows)
-    rows, data.labels = encode_labels(rows, label_type, model_labels)
-    data.notes += notes_on_similar_names(data.labels)
+    for split, dataset in rows.items():
+        if "weight" in data.columns:
+            dataset = encode_numbers(dataset, split, "weight", "weight", data.notes)
+        if label_type in RULES and "label" in data.columns:
+            dataset = encode_numbers(dataset, split, "label", label_type, data.notes)
+        if label_type == "answers":
+            dataset = encode_answers(dataset, split)
+        if label_type == "choice":
+            dataset = encode_choices(dataset, split)
+        rows[split] = dataset
+    if label_type not in ("class", "classes", "tags"):
+        return rows
+    rows, data.labels = encode_labels(rows, label_type, model_labels, data.notes)
     return rows
 
 
 def _drop_unlabelled_test_rows(rows: DatasetDict, data: PreparedData) -> DatasetDict:
-    """Drop the split `test` if all its labels are -1, which means unlabelled on the hub; for
-    multiple choice also if they are empty or None.
+    """Drop the split `test` if all its labels are -1, which means unlabelled on the hub, empty or
+    None.
     """
     label_type = data.task.labels
     if "test" not in rows or label_type not in ("class", "number", "choice"):
         return rows
-    unlabelled_values = (-1, "", None) if label_type == "choice" else (-1,)
-    if not all(value in unlabelled_values for value in rows["test"]["label"]):
+    if not all(value in (-1, "", None) for value in rows["test"]["label"]):
         return rows
     rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
-    data.notes.append("skipped the test rows: all their labels are -1, which means unlabelled")
+    data.notes.append(
+        "skipped the test rows: all their labels are -1 or empty, which means unlabelled"
+    )
     if not rows:
         raise DataError(
-            "all labels of the test rows are -1, which means unlabelled: there is nothing to "
-            "evaluate."
+            "all labels of the test rows are -1 or empty, which means unlabelled: there is nothing "
+            "to evaluate."
         )
     return rows
 
 
-def _tokenize_function(roles: Iterable[str], options: DataOptions, data: PreparedData) -> partial:
+def _tokenize_function(options: DataOptions, data: PreparedData) -> partial:
     """Return the tokenization of the task with all its settings: a function from a batch of rows (a
     list per role) to samples (a list per column).
     """
-    has_conversations = bool(chat_columns(list(roles)))
-    tokenize = tokenize_completions if has_conversations else data.task.tokenize
     # Only some tasks have these options: other tokenizations have no such argument.
     task_options = {
         "prefix": options.source_prefix,
@@ -341,7 +311,7 @@ def _tokenize_function(roles: Iterable[str], options: DataOptions, data: Prepare
     }
     settings = {name: value for name, value in task_options.items() if value is not None}
     return partial(
-        tokenize,
+        data.task.tokenize,
         tokenizer=data.tokenizer,
         # Texts that become blocks are not truncated.
         max_length=None if options.block_size else options.max_length,
@@ -393,7 +363,7 @@ def _map_tokenization(
     rows: Dataset, split: str, options: DataOptions, data: PreparedData
 ) -> Dataset:
     """Tokenize all rows of a split, or load them from the cache of `datasets`."""
-    tokenize = _tokenize_function(rows.column_names, options, data)
+    tokenize = _tokenize_function(options, data)
     # The cache needs an explicit key: that of `datasets` is made of the pickled tokenizer, which
     # changes when the tokenizer is used.
     settings = [value for name, value in tokenize.keywords.items() if name != "tokenizer"]
@@ -436,10 +406,8 @@ def _notes_on_samples(
         "without a target (they do not contribute to the loss)": lacks_target.sum(),
     }
     if "answers" in samples.column_names:
-        reason = "max_length truncates their answer"
-        if options.doc_stride is not None:
-            reason = "no window contains their whole answer"
-        counts[f"trained as unanswerable, as {reason}"] = sum(samples["answer_is_lost"][:])
+        lost = "trained as unanswerable, as no sample of max_length has their whole answer"
+        counts[lost] = sum(samples["answer_is_lost"][:])
         has_answer = np.array([bool(texts) for texts in samples["answers"][:]], bool)
         num_unanswered = (is_first_window & ~has_answer).sum()
         counts["without an answer, so trained as unanswerable"] = num_unanswered

@@ -64,14 +64,13 @@ def _to_lines(parts: list[tuple[str, str]], is_abridged: bool) -> list[str]:
     """
     lines = []
     half = (WIDTH - len(" ... ")) // 2
-    shown = parts[:NUM_PARTS] if is_abridged else parts
-    for name, text in shown:
+    for name, text in parts[:NUM_PARTS] if is_abridged else parts:
         quoted = repr(text)
         if is_abridged and len(quoted) > WIDTH:
             quoted = f"{quoted[:half]} ... {quoted[-half:]}"
         for start in range(0, len(quoted), WIDTH):
             margin = name if start == 0 else ""
             lines.append(f"{margin:<9}{quoted[start : start + WIDTH]}")
-    if len(shown) < len(parts):
+    if is_abridged and len(parts) > NUM_PARTS:
         lines.append(f"... {len(parts) - NUM_PARTS} more parts")
     return lines

@@ -68,23 +68,28 @@ def load_rows(
     if options.streaming:
         stream = from_names.get("train")
         # Of training rows the first, of other splits as many as are evaluated.
-        counts = {**limits, "train": NUM_READ_AHEAD}
+        limits["train"] = NUM_READ_AHEAD
         from_names = {
-            split: _read_stream(rows, counts[split], options)
+            split: _read_stream(rows, limits[split], options)
             for split, rows in from_names.items()
             if split not in from_files
         }
     loaded = {**from_names, **from_files}
     if options.task == "question-answering":
-        loaded = flatten_articles(DatasetDict(loaded))
-    used = [name for name in corpus.SPLITS if name in loaded]
-    rows = DatasetDict(
-        {name: loaded[name] for name in used if len(loaded[name]) or name == "train"}
-    )
-    if not options.eval_only and not len(rows.get("train", ())):
+        loaded = {split: flatten_articles(dataset) for split, dataset in loaded.items()}
+    rows = DatasetDict()
+    for split in corpus.SPLITS:
+        if split in loaded and (split == "train" or len(loaded[split])):
+            rows[split] = loaded[split]
+    aim = "evaluate" if options.eval_only else "train on"
+    if options.eval_only:
+        lacks_rows = not rows and options.predict_file is None
+    else:
+        lacks_rows = not len(rows.get("train", ()))
+    if lacks_rows:
         raise DataError(
-            f"dataset_name {options.dataset_name} has no training rows (splits: "
-            f"{dict(rows.num_rows)}): there is nothing to train on."
+            f"dataset_name {options.dataset_name} has no rows to {aim} (splits: "
+            f"{dict(rows.num_rows)})."
         )
     if stream is not None and "validation" not in rows:
         raise DataError(
@@ -97,11 +102,6 @@ def load_rows(
     if options.task == "seq2seq":
         # {"translation": {"en": ..., "de": ...}} becomes translation.en and translation.de.
         rows = rows.flatten()
-    if not rows and options.predict_file is None:
-        raise DataError(
-            f"dataset_name {options.dataset_name} has no train, validation or test rows: there is "
-            "nothing to evaluate."
-        )
     return rows, stream
 
 

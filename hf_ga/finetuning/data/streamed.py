@@ -6,11 +6,11 @@ from typing import Any
 
 from datasets import ClassLabel, IterableDataset
 
-from hf_ga.errors import HfGaError
-from hf_ga.finetuning.data.checks import check_values, check_weights
+from hf_ga.finetuning.data.checks import check_values
 from hf_ga.finetuning.data.columns import select_by_role
 from hf_ga.finetuning.data.encoding.labels import CLASS_RULE, labels_to_ids
-from hf_ga.finetuning.data.formats.files import read_error
+from hf_ga.finetuning.data.encoding.numeric import read_numbers
+from hf_ga.finetuning.data.formats.files import wrap_read_errors
 
 BATCH_SIZE = 100  # rows that are tokenized together
 
@@ -46,7 +46,7 @@ class StreamedSamples:
             encode,
             batched=True,
             batch_size=BATCH_SIZE,
-            remove_columns=[role for role in columns if role != "weight"],
+            remove_columns=list(columns),
         )
         self.samples = samples.filter(bool, input_columns="length")
 
@@ -61,12 +61,8 @@ class StreamedSamples:
             DataError: If a row cannot be read or tokenized, or has an unknown label or an invalid
                 weight.
         """
-        try:
+        with wrap_read_errors(self.name):
             yield from self.samples
-        except HfGaError:
-            raise
-        except Exception as error:
-            raise read_error(self.name, error) from error
 
 
 def _encode_and_tokenize(
@@ -75,20 +71,18 @@ def _encode_and_tokenize(
     labels: Sequence[str],
     tokenize: partial,
 ) -> dict[str, list]:
-    """Replace the labels of a batch of streamed rows by class ids, check its weights, and tokenize
-    it.
-    """
+    """Replace the labels of a batch of streamed rows by class ids, and tokenize it."""
     if labels:
         check_values(
             "streamed",
             rows["label"],
             lambda value: value is not None,
             rule=CLASS_RULE,
-            has_row_numbers=False,
         )
         lists = [[value] for value in rows["label"]]
-        ids = labels_to_ids(lists, class_label, labels, "the stream")
+        ids = labels_to_ids(lists, class_label, labels, "streamed")
         rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
+    samples = tokenize(rows)
     if "weight" in rows:
-        check_weights("streamed", rows["weight"], has_row_numbers=False)
-    return tokenize(rows)
+        samples["weight"] = read_numbers("streamed", rows["weight"], "weight")
+    return samples

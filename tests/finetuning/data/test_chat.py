@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from hf_ga import DataError
 from hf_ga.finetuning.data.chat.rendering import RenderedRow, render_rows
-from hf_ga.finetuning.data.encoding.tokenization import tokenize_completions
+from hf_ga.finetuning.data.encoding.tokenization import tokenize_causal
 from hf_ga.finetuning.data.formats import corpus
 
 IGNORED = -100
@@ -36,7 +36,16 @@ FORGETFUL = (
 def tokenizer_with(template):
     tokenizer = corpus.train_tokenizer(["some words to train on"], 280)
     tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "</s>"]}
+        {
+            "additional_special_tokens": [
+                "<|im_start|>",
+                "<|im_end|>",
+                "[INST]",
+                "[/INST]",
+                "</s>",
+                "<end>",
+            ]
+        }
     )
     tokenizer.chat_template = template
     return tokenizer
@@ -61,7 +70,7 @@ def targets(rows, tokenizer):
 
 def decoded_targets(rows, tokenizer):
     """Of each row the labelled ids as text."""
-    labels = tokenize_completions(rows, tokenizer, 512)["labels"]
+    labels = tokenize_causal(rows, tokenizer, 512)["labels"]
     return [tokenizer.decode([i for i in row if i != IGNORED]) for row in labels]
 
 
@@ -136,14 +145,14 @@ def test_prompts_and_completions_of_messages():
 
 
 def test_no_messages_are_an_empty_row():
-    out = tokenize_completions({"messages": [[], turns("Hi", "Yes")]}, tokenizer_with(CHATML), 64)
+    out = tokenize_causal({"messages": [[], turns("Hi", "Yes")]}, tokenizer_with(CHATML), 64)
     assert out["input_ids"][0] == []
     assert out["labels"][0] == []
     assert out["num_targets"][0] == 0 < out["num_targets"][1]
-    out = tokenize_completions({"prompt": [[]], "completion": [[]]}, tokenizer_with(CHATML), 64)
+    out = tokenize_causal({"prompt": [[]], "completion": [[]]}, tokenizer_with(CHATML), 64)
     assert out["input_ids"] == [[]]
     assert out["num_targets"] == [0]
-    out = tokenize_completions(
+    out = tokenize_causal(
         {"messages": [turns("Hi"), turns("Hi", system="Obey.")]}, tokenizer_with(CHATML), 64
     )
     assert out["num_targets"] == [0, 0] and all(out["length"])  # no answer: no target
@@ -173,7 +182,7 @@ BROKEN = {
     "JSON of no list": ({"messages": ["3"]}, "must be a list of messages"),
     "a dict of lists": (
         {"messages": [{"role": ["user"], "content": ["Hi"]}]},
-        "must be a list of messages",
+        "role of a message must be a string",
     ),
     "no dict": ({"messages": [["Hi"]]}, "strings role and content"),
     "no content": ({"messages": [[{"role": "user"}]]}, "strings role and content"),
@@ -194,7 +203,7 @@ BROKEN = {
     ),
     "prompt of a string, completion of messages": (
         {"prompt": ["Hi"], "completion": [turns("a")]},
-        "must be strings",
+        "must be of type text",
     ),
     "input of a number": (
         {"instruction": ["a"], "input": [3], "output": ["b"]},
@@ -259,13 +268,13 @@ def test_nothing_is_added_to_what_a_template_writes():
         single="<cls> $A", special_tokens=[("<cls>", tokenizer.cls_token_id)]
     )
     rows = {"prompt": ["Hi"], "completion": ["Hello!"]}
-    ids = tokenize_completions(rows, tokenizer, 512)["input_ids"][0]
+    ids = tokenize_causal(rows, tokenizer, 512)["input_ids"][0]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
         turns("Hi", "Hello!"), tokenize=False
     )
     tokenizer.chat_template = None
     assert (
-        tokenizer.decode(tokenize_completions(rows, tokenizer, 512)["input_ids"][0])
+        tokenizer.decode(tokenize_causal(rows, tokenizer, 512)["input_ids"][0])
         == "<cls>HiHello!<eos>"
     )
 

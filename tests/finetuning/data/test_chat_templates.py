@@ -27,7 +27,7 @@ from test_data import prepared
 from hf_ga import DataError
 from hf_ga.finetuning.data.chat import usage
 from hf_ga.finetuning.data.chat.rendering import render_rows
-from hf_ga.finetuning.data.encoding.tokenization import tokenize_completions
+from hf_ga.finetuning.data.encoding.tokenization import tokenize_causal
 
 END = "<|im_end|>\n"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
@@ -142,12 +142,12 @@ def test_labels_by_hand():
     ids = [token for text in [*context, *target] for token in tokenizer(text)["input_ids"]]
     labels = [IGNORED] * len(context) + ids[len(context) :]
     assert len(ids) == len(context) + len(target)
-    out = tokenize_completions({"messages": [messages]}, tokenizer, None)
+    out = tokenize_causal({"messages": [messages]}, tokenizer, None)
     assert out["input_ids"] == [ids]
     assert out["labels"] == [labels]
     assert out["num_targets"] == [len(target)]
     messages[1] = said("assistant", "b")
-    control = tokenize_completions({"messages": [messages]}, tokenizer, None)
+    control = tokenize_causal({"messages": [messages]}, tokenizer, None)
     assert control["input_ids"] == [ids]
     assert control["num_targets"] == [len(target) + 3]
 
@@ -204,7 +204,7 @@ def test_what_the_template_marks_is_learnt():
     out = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = tokenize_completions({"messages": [messages]}, tokenizer, None)
+    found = tokenize_causal({"messages": [messages]}, tokenizer, None)
     is_target = [int(label != IGNORED) for label in found["labels"][0]]
     assert found["input_ids"][0] == out["input_ids"]
     assert is_target == out["assistant_masks"]

@@ -17,7 +17,7 @@ def encoded(*rows):
     columns = choose_columns(
         splits, FinetuneConfig(dataset_name="x", task="multiple-choice"), TASKS["multiple-choice"]
     )
-    dataset = encode_choices(rename_columns(splits, columns))["train"]
+    dataset = encode_choices(rename_columns(splits, columns)["train"], "train")
     return [(row["text"], row["choices"], row["label"]) for row in dataset]
 
 
@@ -59,12 +59,12 @@ GOOD = {"question": "q", "choices": ["x", "y"], "label": 0}
         ([GOOD | {"choices": ["x"]}], "at least 2.*rows with 1"),
         (
             [GOOD, GOOD | {"label": 2}],
-            "must be .* 1 of 2 train rows have .'label': 2, 'choices': 2.*--label_column",
+            "index of one of 2 choices, but 1 of 2 train rows have 2 .*--label_column",
         ),
-        ([GOOD, GOOD | {"label": -1}], "1 of 2 train rows have .'label': -1"),
-        ([GOOD, GOOD | {"label": None}], "1 of 2 train rows have .'label': None"),
-        ([GOOD | {"label": "B"}], "1 of 1 train rows have .'label': 'B'"),
-        ([GOOD | {"label": "7"}], "1 of 1 train rows have .'label': '7'"),
+        ([GOOD, GOOD | {"label": -1}], "1 of 2 train rows have -1"),
+        ([GOOD, GOOD | {"label": None}], "1 of 2 train rows have None"),
+        ([GOOD | {"label": "B"}], "1 of 1 train rows have 'B'"),
+        ([GOOD | {"label": "7"}], "1 of 1 train rows have '7'"),
         (
             [GOOD, GOOD | {"choices": None}],
             "choices must be lists of strings, but 1 of 2 train rows have.*--choices_column",

@@ -2,7 +2,7 @@
 
 import pytest
 from column_types import ANSWERS, LISTS, MESSAGES, NUMBER, TEXT, Columns, empty_rows
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
@@ -322,7 +322,7 @@ def test_columns_that_one_split_lacks():
     rows = DatasetDict(
         train=empty_rows(instructions | {"input": TEXT}), test=empty_rows(instructions)
     )
-    message = r"column 'input' is not in the test rows.*Add it, or rename one"
+    message = r"column 'input' is not in the test rows.*Fix these rows, or rename the column"
     with pytest.raises(DataError, match=message) as error:
         rename_columns(rows, choose_columns(rows, config, TASKS["causal-lm"]))
     assert "--" not in str(error.value)
@@ -334,3 +334,14 @@ def test_texts_that_the_validation_rows_lack():
     message = "text_column 'text' is not in the validation rows, which have: body"
     with pytest.raises(DataError, match=message):
         rename_columns(rows, choose_columns(rows, config, TASKS["causal-lm"]))
+
+
+def test_words_are_lists():
+    """The control: a row may be None."""
+    for rows in (["a b"], [3], [["a", None]]):
+        with pytest.raises(DataError, match="text_column must name a column of lists of strings"):
+            rename_columns(
+                DatasetDict(train=Dataset.from_dict({"words": rows})), {"tokens": "words"}
+            )
+    rows = DatasetDict(train=Dataset.from_dict({"words": [["a"], None]}))
+    assert rename_columns(rows, {"tokens": "words"})["train"]["tokens"][:] == [["a"], None]

@@ -181,4 +181,4 @@ def test_tokenizer_special_tokens(tokenizer):
 def test_library_without_sources_is_refused(monkeypatch):
     monkeypatch.setattr(corpus, "stdlib_rows", lambda: iter(()))
     with pytest.raises(DataError, match="lack the sources"):
-        corpus.stdlib_splits.__wrapped__()
+        corpus.load_stdlib.__wrapped__()

@@ -174,7 +174,7 @@ def test_files_win_over_splits(tmp_path):
 
 def test_folder_without_training_rows(tmp_path):
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"no training rows \(splits: {'test': 40}\)"):
+    with pytest.raises(DataError, match=r"no rows to train on \(splits: {'test': 40}\)"):
         load_rows(FinetuneConfig(dataset_name=str(tmp_path / "saved")))
 
 
@@ -399,7 +399,9 @@ def test_regression(tmp_path):
     data = prepared(numbers("d", 1, 2, 3), **flags, test_file=numbers("t", -1.0, -1.0))
     assert data.splits["train"]["label"][:] == [1.0, 2.0, 3.0]
     assert data.labels == []
-    assert data.notes == ["skipped the test rows: all their labels are -1, which means unlabelled"]
+    assert data.notes == [
+        "skipped the test rows: all their labels are -1 or empty, which means unlabelled"
+    ]
     assert data.collate([data.splits["train"][1]])["labels"].tolist() == [2.0]
     assert prepared(numbers("d", 1, 2, 3), **flags, test_file=numbers("u", -1, 3)).splits["test"][
         "label"
@@ -584,7 +586,7 @@ def test_evaluation_of_a_dataset_takes_its_own_splits(tmp_path):
     assert set(prepare_data(config, letter_tokenizer()).splits) == {"test"}
     DatasetDict(other=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "none")
     config.dataset_name = str(tmp_path / "none")
-    with pytest.raises(DataError, match="there is nothing to evaluate"):
+    with pytest.raises(DataError, match="no rows to evaluate"):
         prepare_data(config, letter_tokenizer())
 
 
@@ -730,7 +732,7 @@ def test_facts_of_answers(tmp_path):
     data = prepared(file, tokenizer, task="question-answering", validation_file=file, max_length=7)
     assert data.notes[:2] == [
         "train: 4 of 5 rows truncated to 7 tokens",
-        "train: 1 of 5 rows trained as unanswerable, as max_length truncates their answer",
+        "train: 1 of 5 rows trained as unanswerable, as no sample of max_length has their whole answer",
     ]
     assert not {"context", "answers", "starts", "ends", "no_answer", "answer_is_lost"} & set(
         data.samples("train").column_names

@@ -26,12 +26,11 @@ def read_by_datasets(path):
     return list(load_dataset("json", data_files=path, split="train"))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_column_of_dates_stays_texts(tmp_path, streaming):
+def test_a_column_of_dates_stays_texts(tmp_path):
     rows = [{"source": "2 January 2024", "target": DATE}, {"source": "x", "target": OTHER_FORM}]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     assert read_by_datasets(path) != rows  # the control
-    assert list(load_files([path], "train", streaming=streaming)) == rows
+    assert list(load_files([path], "train")) == rows
 
 
 def test_dates_in_conversations_stay_texts(tmp_path):
@@ -81,16 +80,22 @@ def test_a_list_of_dates(tmp_path):
     assert list(load_files([str(path)], "train")) == [{"text": DATE}, {"text": OTHER_FORM}]
 
 
-def test_dates_in_a_streamed_list_are_refused(tmp_path):
-    """By the check of the column, which has no texts; in a file of JSON lines they are texts."""
+def test_dates_in_a_stream_are_refused(tmp_path):
+    """By the check of the column, which has no texts."""
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"text": DATE}] * 4))
     lines = write_lines(tmp_path / "rows.jsonl", [{"text": DATE}] * 4)
     options = FinetuneConfig(streaming=True, validation_file=lines, max_steps=1)
-    tokenizer = train_tokenizer(["a"])
-    assert prepare_data(replace(options, dataset_name=lines), tokenizer).splits["train"]
-    with pytest.raises(DataError, match="text_column must name a column of strings"):
-        prepare_data(replace(options, dataset_name=str(path)), tokenizer)
+    for name in (str(path), lines):
+        with pytest.raises(DataError, match="text_column must name a column of strings"):
+            prepare_data(replace(options, dataset_name=name), train_tokenizer(["a"]))
+
+
+def test_a_row_of_several_lines(tmp_path):
+    row = {"messages": [{"role": "user", "content": DATE}]}
+    path = tmp_path / "row.json"
+    path.write_text(json.dumps(row, indent=1))
+    assert list(load_files([str(path)], "train")) == [row]
 
 
 def test_a_streamed_list_without_dates(tmp_path):

@@ -184,7 +184,7 @@ def test_files_without_rows(tmp_path):
     for text in ("text,label\n", "text;label\n", "text\n\n\n"):
         with pytest.raises(DataError, match=r"d\.csv has no rows"):
             loaded(written(tmp_path / "d.csv", text))
-    with pytest.raises(DataError, match=r"d\.csv is UTF-16: convert it to UTF-8"):
+    with pytest.raises(DataError, match=r"d\.csv: byte 0 \(0xff\) is not UTF-8"):
         loaded(written(tmp_path / "d.csv", "text,label\na,b\n", encoding="utf-16"))
 
 

@@ -202,7 +202,7 @@ def test_prepared_rows(tmp_path):
     assert len(validation) == 10
     assert train["start_positions"][:] == [0, 5, 5, 0, 0]
     assert data.notes[:2] == [
-        "train: 1 of 3 rows trained as unanswerable, as no window contains their whole answer",
+        "train: 1 of 3 rows trained as unanswerable, as no sample of max_length has their whole answer",
         "train: 5 windows of at most 8 tokens for 3 questions; a window without the answer is "
         "trained as unanswerable",
     ]

@@ -7,6 +7,7 @@ from functools import partial
 import helpers as h
 import numpy as np
 import pytest
+import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from test_data import SPECIAL as TOKENS
@@ -145,13 +146,18 @@ def masked_by_hand(
     return inputs, labels
 
 
+def masked(ids, keys, **settings):
+    found = mask_tokens(torch.from_numpy(ids), torch.from_numpy(keys), **settings)
+    return [tensor.numpy() for tensor in found]
+
+
 def test_one_call_against_plain_python():
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 1000, (30, 50))
     keys = rng.integers(0, 2**63 - 1, 30)
     keys[:3] = 0, 1, 2**63 - 2
     before = ids.copy(), keys.copy()
-    inputs, labels = mask_tokens(ids, keys, **SETTINGS)
+    inputs, labels = masked(ids, keys, **SETTINGS)
     assert inputs.dtype == labels.dtype == np.int64
     assert np.array_equal(ids, before[0])
     assert np.array_equal(keys, before[1])
@@ -164,18 +170,16 @@ def test_one_call_against_plain_python():
 
 def test_probability_1_and_0_and_nothing_to_mask():
     ids = np.random.default_rng(0).integers(0, 20, (200, 40))
-    everything = mask_tokens(ids, np.arange(200), **{**SETTINGS, "probability": 1.0})[1]
+    everything = masked(ids, np.arange(200), **{**SETTINGS, "probability": 1.0})[1]
     assert np.array_equal(everything, np.where(ids > 1, ids, h.IGNORED))
     assert np.array_equal(
-        mask_tokens(ids, np.arange(200), **{**SETTINGS, "probability": 1.0, "special_ids": ()})[1],
+        masked(ids, np.arange(200), **{**SETTINGS, "probability": 1.0, "special_ids": ()})[1],
         ids,
     )
-    assert (
-        mask_tokens(ids, np.arange(200), **{**SETTINGS, "probability": 0.0})[1] == h.IGNORED
-    ).all()
+    assert (masked(ids, np.arange(200), **{**SETTINGS, "probability": 0.0})[1] == h.IGNORED).all()
     for shape in ((0, 5), (3, 0), (0, 0)):
-        masked = mask_tokens(np.zeros(shape, np.int64), np.zeros(shape[0], np.int64), **SETTINGS)
-        assert [array.shape for array in masked] == [shape, shape]
+        found = masked(np.zeros(shape, np.int64), np.zeros(shape[0], np.int64), **SETTINGS)
+        assert [array.shape for array in found] == [shape, shape]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +242,7 @@ def test_shares_within_four_sigma():
     size = 97
     keys = np.arange(4000) * 4
     ids = np.full((4000, 128), 97)
-    inputs, labels = mask_tokens(ids, keys, **{**SETTINGS, "mask_token_id": 98, "vocab_size": size})
+    inputs, labels = masked(ids, keys, **{**SETTINGS, "mask_token_id": 98, "vocab_size": size})
     target = labels != h.IGNORED
     others = inputs[target & (inputs < size)]
     number = int(target.sum())

@@ -12,7 +12,7 @@ from hf_ga import DataError
 CLASSES = {"cls_token": "<cls>", "sep_token": "<sep>"}
 NUMBERS = [0.5, -1.5, 20.0, 3000.25, 1.5e-3]
 WITH_COMMA = ["0,5", "-1,5", "20", "3000,25", "1,5e-3"]
-LINE = "numbers of the column 'score' have a decimal comma"
+LINE = "numbers of the labels have a decimal comma"
 
 
 def csv_of(path, cells, separator=";") -> str:
@@ -56,15 +56,15 @@ def test_other_files_and_roles(tmp_path):
 
 
 REFUSED = {
-    "a word": (["0,5", "NA", "1,5"], "label_column must .*1 of 3 train rows have 'NA'"),
+    "a word": (["0,5", "NA", "1,5"], "labels of a regression must .*1 of 3 train rows have 'NA'"),
     "a word among points": (["0.5", "NA", "1.5"], "1 of 3 train rows have 'NA'"),
-    "commas and points": (["0,5", "1.5", "2,5"], "with a decimal comma, but 1 of 3 .*'1.5'"),
+    "commas and points": (["0,5", "1.5", "2,5"], r"with a decimal comma\), but 1 of 3 .*'1.5'"),
     "thousands with commas": (["1.234,5", "0,5"], "1 of 2 train rows have '1.234,5'"),
     "perhaps thousands": (["1,234", "12,500", "7"], "may be 1.234 or 1234: write"),
     "an empty cell": (["0,5", "", "1,5"], "1 of 3 train rows have None"),
     "too large": (
         ["0,5", "1,5e39"],
-        r"finite float32 numbers, but 1 of 2 train rows have 1.5e\+39",
+        r"finite float32 numbers \(with a decimal comma\), but 1 of 2 train rows have 1.5e\+39",
     ),
 }
 

@@ -7,8 +7,8 @@ from test_tokenization import encoder_tokenizer
 
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
+from hf_ga.finetuning.data.encoding.numeric import encode_numbers
 from hf_ga.finetuning.data.encoding.pairs import (
-    check_scores,
     collate_pairs,
     text_id,
     tokenize_pairs,
@@ -20,8 +20,10 @@ def chosen(rows, features=None, **flags):
     """Rows by role, as `prepare_data` makes them."""
     splits = DatasetDict(train=Dataset.from_list(rows, features=features))
     options = FinetuneConfig(dataset_name="x", task="embedding", **flags)
-    splits = rename_columns(splits, choose_columns(splits, options, TASKS["embedding"]))
-    check_scores(splits)
+    roles = choose_columns(splits, options, TASKS["embedding"])
+    splits = rename_columns(splits, roles)
+    if "label" in roles:
+        return encode_numbers(splits["train"], "train", "label", "pairs", []).to_list()
     return splits["train"].to_list()
 
 

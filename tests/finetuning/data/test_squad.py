@@ -54,11 +54,21 @@ ROWS = [
     }
     for number, title, question, context, texts, starts in ROWS
 ]
+LISTED = [
+    {
+        **row,
+        "answers": [
+            {"text": text, "answer_start": start}
+            for text, start in zip(*row["answers"].values(), strict=True)
+        ],
+    }
+    for row in ROWS
+]
 FILES = {
     "squad.json": {"version": "v2.0", "data": ARTICLES},
     "articles.json": ARTICLES,
     "splits.json": {"train": ARTICLES, "validation": ARTICLES},
-    "key.json": {"articles": {"all": ARTICLES}},
+    "key.json": {"articles": ARTICLES, "number": 2},
 }
 
 
@@ -79,9 +89,9 @@ def test_questions_are_rows(name, tmp_path):
     else:
         written(file, FILES[name])
     rows, _ = load_rows(config(str(file), validation_file=str(file)))
-    assert list(rows["train"]) == list(rows["validation"]) == ROWS
+    assert list(rows["train"]) == list(rows["validation"]) == LISTED
     rows, _ = load_rows(config(str(file), validation_file=str(file), max_train_samples=3))
-    assert list(rows["train"]) == ROWS[:3]
+    assert list(rows["train"]) == LISTED[:3]
     flat = write(tmp_path / "flat.jsonl", ROWS)
     for known in ({}, {"max_length": 7}):
         both = [
@@ -103,18 +113,8 @@ def test_validation_rows_are_questions(tmp_path):
 
 def test_lists_of_answers_in_flat_rows(tmp_path):
     """As a list of pairs or a pair of lists, answers are the same."""
-    listed = [
-        {
-            **row,
-            "answers": [
-                {"text": t, "answer_start": s}
-                for t, s in zip(*row["answers"].values(), strict=True)
-            ],
-        }
-        for row in ROWS
-    ]
     both = []
-    for name, rows in {"pairs": listed, "lists": ROWS}.items():
+    for name, rows in {"pairs": LISTED, "lists": ROWS}.items():
         file = write(tmp_path / f"{name}.jsonl", rows)
         data = prepare_data(config(file, validation_file=file), letter_tokenizer(**CLASSES))
         both.append(list(data.splits["train"]))

@@ -50,6 +50,11 @@ CASES = {
     "names of classes": ("d.jsonl", TEXTS, {"task": "text-classification"}),
     "numbers of classes": ("d.csv", NUMBERED, {"task": "text-classification"}),
     "classes that the dataset names": ("d.parquet", NUMBERED, {"task": "text-classification"}),
+    "weights": (
+        "d.jsonl",
+        [row | {"w": f"{i}.5"} for i, row in enumerate(TEXTS)],
+        {"task": "text-classification", "weight_column": "w"},
+    ),
     "pairs": ("d.jsonl", PAIRS, {"task": "text-classification"}),
 }
 
@@ -127,7 +132,8 @@ def test_a_label_that_comes_late_is_refused_when_it_comes(tmp_path):
     stream = iter(data.stream)
     assert [next(stream)["label"] for _ in range(12)] == [0, 1] * 6
     with pytest.raises(
-        DataError, match=r"unknown labels in the stream: 'late'. The training rows have 2 labels"
+        DataError,
+        match=r"labels must be among the 2 of the training rows .*streamed rows have \['late'\]",
     ):
         list(stream)
 
@@ -147,9 +153,14 @@ def test_labels_that_the_model_or_the_dataset_knows_may_come_late(tmp_path):
     assert [sample["label"] for sample in data.stream] == [row["label"] for row in rows]
 
 
+def test_a_saved_dataset(tmp_path):
+    Dataset.from_list(TEXTS).save_to_disk(tmp_path / "saved")
+    file = write(tmp_path / "d.jsonl", TEXTS)
+    assert len(list(prepared(tmp_path / "saved", validation_file=file).stream)) == 40
+
+
 def test_rows_that_cannot_be_streamed(tmp_path):
     file = write(tmp_path / "d.jsonl", TEXTS)
-    Dataset.from_list(TEXTS).save_to_disk(tmp_path / "saved")
     only_test = tmp_path / "only"
     only_test.mkdir()
     write(only_test / "test.jsonl", TEXTS)
@@ -157,9 +168,8 @@ def test_rows_that_cannot_be_streamed(tmp_path):
         (file, None, "no validation rows, and a stream cannot be split"),
         (tmp_path / "none.jsonl", file, "none.jsonl does not exist"),
         (tmp_path / "none", file, "none does not exist"),
-        (tmp_path / "saved", file, "save_to_disk.*omit streaming"),
         (write(tmp_path / "e.jsonl", []), file, "is empty"),
-        (only_test, file, r"no training rows \(splits: {'validation': 40, 'test': 40}\)"),
+        (only_test, file, r"no rows to train on \(splits: {'validation': 40, 'test': 40}\)"),
         (file, tmp_path / "missing.jsonl", "missing.jsonl does not exist"),
     ]:
         with pytest.raises(DataError, match=message):

@@ -23,7 +23,6 @@ from hf_ga.finetuning.data.encoding.spans import tokenize_questions
 from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
     tokenize_causal,
-    tokenize_completions,
     tokenize_masked,
     tokenize_targets,
     tokenize_texts,
@@ -161,16 +160,14 @@ def test_a_tokenizer_that_adds_the_end_itself_has_it_once():
         single="<cls> $A <eos>", pair=None, special_tokens=[("<cls>", 13), ("<eos>", 1)]
     )
     assert tokenize_causal({"text": ["a b", ""]}, tokenizer, 8)["input_ids"] == [[13, 3, 4, 1], []]
-    completed = tokenize_completions({"prompt": ["a"], "completion": [" b"]}, tokenizer, 8)
+    completed = tokenize_causal({"prompt": ["a"], "completion": [" b"]}, tokenizer, 8)
     assert completed["input_ids"] == [[13, 3, 4, 1]]
     assert completed["labels"] == [[IGNORED, IGNORED, 4, 1]]
 
 
 def targets_of(tokenizer, prompt, completion, max_length=None):
     """(text of the labelled ids, text of the others), and that labels are the ids or ignored."""
-    out = tokenize_completions(
-        {"prompt": [prompt], "completion": [completion]}, tokenizer, max_length
-    )
+    out = tokenize_causal({"prompt": [prompt], "completion": [completion]}, tokenizer, max_length)
     ids = np.array(out["input_ids"][0], int)
     labels = np.array(out["labels"][0], int)
     assert len(ids) == len(labels)
@@ -236,14 +233,14 @@ def test_every_cut_of_a_completion(kind):
     """
     tokenizer = TOKENIZERS[kind]()
     rows = {"prompt": ["What is the answer?"], "completion": [" yes, or 日本"]}
-    whole = tokenize_completions(rows, tokenizer, None)
+    whole = tokenize_causal(rows, tokenizer, None)
     ids = whole["input_ids"][0]
     labels = whole["labels"][0]
     first = next(i for i, label in enumerate(labels) if label != IGNORED)
     assert whole["was_truncated"] == [False]
     assert first > 1
     for length in range(2, len(ids) + 2):
-        cut = tokenize_completions(rows, tokenizer, length)
+        cut = tokenize_causal(rows, tokenizer, length)
         assert cut["input_ids"] == [ids[:length]]
         assert cut["labels"] == [labels[:length]]
         assert cut["was_truncated"] == [length < len(ids)]
@@ -256,7 +253,7 @@ def test_completions_by_hand():
         "prompt": ["a b", "a", "", "", "a <eos>"],
         "completion": [" c", "", "c", "", " b <eos>"],
     }
-    out = tokenize_completions(rows, letter_tokenizer(), 8)
+    out = tokenize_causal(rows, letter_tokenizer(), 8)
     assert out["input_ids"] == [[3, 4, 5, 1], [3, 1], [5, 1], [], [3, 1, 4, 1]]
     i = IGNORED
     assert out["labels"] == [[i, i, 5, 1], [i, 1], [5, 1], [], [i, i, 4, 1]]
@@ -278,7 +275,7 @@ def test_characters_without_a_token_mark_nothing():
         {"role": r, "content": c}
         for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d <eos>"))
     ]
-    out = tokenize_completions({"messages": [turns]}, tokenizer, 8)
+    out = tokenize_causal({"messages": [turns]}, tokenizer, 8)
     assert out["input_ids"] == [[3, 4, 5, 6, 1]]
     assert out["labels"] == [[IGNORED, 4, IGNORED, 6, 1]]
 
@@ -286,7 +283,7 @@ def test_characters_without_a_token_mark_nothing():
 @pytest.mark.parametrize(
     ("function", "rows"),
     [
-        (tokenize_completions, {"prompt": ["a"], "completion": ["b"]}),
+        (tokenize_causal, {"prompt": ["a"], "completion": ["b"]}),
         (tokenize_words, {"tokens": [["a"]]}),
         (tokenize_questions, {"question": ["a"], "context": ["b"]}),
     ],
@@ -377,7 +374,8 @@ def test_words_by_hand():
         [{"input_ids": out["input_ids"][n], "label": out["label"][n]} for n in (0, 4)], 0
     )
     assert batch["labels"].tolist() == [[i, 7, 8, i, 9, i], [i, 5, i, i, i, i]]
-    assert "label" not in tokenize_words({"tokens": words}, piece_tokenizer(), 7)
+    unlabelled = tokenize_words({"tokens": words}, piece_tokenizer(), 7)["label"]
+    assert unlabelled[0] == [i, 0, 1, i, 2, i]
 
 
 def seq2seq_tokenizer(**special) -> PreTrainedTokenizerFast:

@@ -12,7 +12,6 @@ from hf_ga import ConfigError
 from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
     tokenize_causal,
-    tokenize_completions,
     tokenize_targets,
     tokenize_texts,
     tokenize_words,
@@ -69,13 +68,13 @@ COMPLETION = {"prompt": ["a b c"], "completion": [" d e f"]}
 )
 def test_completions(side, max_length, ids, labels, num_targets):
     """a b c is asked, d e f <eos> is the answer: 3 4 5, 6 7 8 1."""
-    columns = tokenize_completions(COMPLETION, sided(letter_tokenizer(), side), max_length)
+    columns = tokenize_causal(COMPLETION, sided(letter_tokenizer(), side), max_length)
     assert (columns["input_ids"], columns["labels"]) == ([ids], [labels])
     assert (columns["num_targets"], columns["was_truncated"]) == ([num_targets], [True])
 
 
 def test_a_completion_keeps_the_begin_of_text():
-    columns = tokenize_completions(COMPLETION, sided(beginning(), "left"), 4)
+    columns = tokenize_causal(COMPLETION, sided(beginning(), "left"), 4)
     assert (columns["input_ids"], columns["labels"]) == ([[13, 7, 8, 1]], [[NO, 7, 8, 1]])
     assert columns["num_targets"] == [3]
 
@@ -88,9 +87,9 @@ def test_a_template_keeps_its_begin_of_text():
         "{% else %}{{ m.content }} <eos>{% endif %}{% endfor %}"
     )
     turns = [{"role": "user", "content": "c d"}, {"role": "assistant", "content": "e f"}]
-    whole = tokenize_completions({"messages": [turns]}, tokenizer, None)
+    whole = tokenize_causal({"messages": [turns]}, tokenizer, None)
     assert whole["input_ids"] == [[13, 3, 5, 6, 4, 7, 8, 1]]
-    columns = tokenize_completions({"messages": [turns]}, tokenizer, 5)
+    columns = tokenize_causal({"messages": [turns]}, tokenizer, 5)
     assert (columns["input_ids"], columns["labels"]) == ([[13, 4, 7, 8, 1]], [[NO, NO, 7, 8, 1]])
 
 

@@ -306,7 +306,7 @@ CASES = {
     ),
     "a part of the corpus": (
         "--dataset_name stdlib --dataset_config_name en",
-        ["applies to hub datasets only, not to stdlib"],
+        ["dataset_config_name has 1 values for 0 hub datasets among stdlib"],
     ),
     "test file without the column": (
         "--test_file {d}/no_text.jsonl",
@@ -406,7 +406,7 @@ CASES = {
     ),
     "two configurations of one": (
         "--dataset_name me/rows stdlib --dataset_config_name en de",
-        ["dataset_config_name has 2 values for 1 hub datasets (me/rows)"],
+        ["dataset_config_name has 2 values for 1 hub datasets among me/rows"],
     ),
     "missing folder": ("--dataset_name {d}/absent", ["absent", "does not exist", "stdlib"]),
     "unknown extension": (

@@ -52,9 +52,9 @@ FILES = {
     "decimal_comma.csv": (
         "--task regression",
         cells(";", "{},5".format, "text score"),
-        "numbers of the column 'score' have a decimal comma",
+        "numbers of the labels have a decimal comma",
     ),
-    "float_labels.csv": (CLASSIFY, cells(",", "{}.0".format), "so 1.0 is the class 1"),
+    "float_labels.csv": (CLASSIFY, cells(",", "{}.0".format), "classes    0 20, 1 18"),
     "null_words.csv": (
         CLASSIFY,
         "text,label\n"

@@ -1,9 +1,8 @@
 """Tool calls: from the formats of datasets to those that chat templates read."""
 
 import json
+from itertools import product
 from typing import Any
-
-from jinja2 import TemplateError
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Message
@@ -15,30 +14,23 @@ ARGUMENTS_RULE = "the arguments of a tool call must be a mapping, or JSON of one
 CALLS_RULE = "tool_calls must be a list of calls, or JSON of one"
 
 
-def read_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Read the tool calls of a chat message: `tool_calls`, or `function_call`, OpenAI's older
-    format of a single call.
+def read_calls(value: Any) -> list[dict[str, Any]]:
+    """Read the tool calls of a chat message.
 
     Args:
-        message: A message of a dataset, without keys whose value is None.
+        value: A list of calls, a single call, or JSON of them. None: no call.
 
     Returns:
         `{"type": "function", "function": {"name": ..., "arguments": {...}}}` for each call, with
-        `id` if it has one; an empty list for a message without calls.
+        `id` if it has one.
 
     Raises:
         DataError: If a call has no name, unknown keys, or arguments that are not a dict.
 
-    >>> message = {"function_call": {"name": "add", "arguments": '{"x": 1}'}}
-    >>> read_calls(message)[0]["function"]
+    >>> read_calls({"name": "add", "arguments": '{"x": 1}'})[0]["function"]
     {'name': 'add', 'arguments': {'x': 1}}
     """
-    calls = parse_json(message.get("tool_calls", []), CALLS_RULE) or []
-    if not isinstance(calls, list):
-        raise DataError(f"{CALLS_RULE}, got {calls!r:.80}")
-    if "function_call" in message:
-        calls = [*calls, message["function_call"]]
-    return [_read_call(without_none(call)) for call in calls]
+    return [_read_call(without_none(call)) for call in parse_json(value, list, CALLS_RULE)]
 
 
 def _read_call(call: Any) -> dict[str, Any]:
@@ -60,9 +52,7 @@ def _read_call(call: Any) -> dict[str, Any]:
             f"arguments, got {call!r:.200}"
         )
     # Arguments that are JSON, as OpenAI's, become a dict, as most templates expect.
-    arguments = parse_json(function.get("arguments") or {}, ARGUMENTS_RULE) or {}
-    if not isinstance(arguments, dict):
-        raise DataError(f"{ARGUMENTS_RULE}, got {arguments!r:.80}")
+    arguments = parse_json(function.get("arguments"), dict, ARGUMENTS_RULE)
     name_and_arguments = {"name": function["name"], "arguments": arguments}
     return {**other_keys, "type": "function", "function": name_and_arguments}
 
@@ -79,14 +69,12 @@ def adapt_calls(messages: list[Message], template: ChatTemplate) -> list[Message
     """
     if not any("tool_calls" in message for message in messages):
         return messages
-    for arguments_as_json in (False, True):
-        for add_empty_content in (False, True):
-            adapted = [
-                _adapt_message(message, arguments_as_json, add_empty_content)
-                for message in messages
-            ]
-            if _can_render_calls(adapted, template):
-                return adapted
+    for arguments_as_json, add_empty_content in product((False, True), repeat=2):
+        adapted = [
+            _adapt_message(message, arguments_as_json, add_empty_content) for message in messages
+        ]
+        if _can_render_calls(adapted, template):
+            return adapted
     return messages
 
 
@@ -108,10 +96,9 @@ def _can_render_calls(messages: list[Message], template: ChatTemplate) -> bool:
     """Return whether a chat template renders tool calls as it should: without an error, and without
     Python's `repr` of a dict of arguments in the text.
     """
-    try:
-        text = template.render(messages)
-    except (TemplateError, TypeError):
-        return False
+    text = template.try_render(messages)
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     dicts = [call["function"]["arguments"] or "" for call in calls]
-    return not any(isinstance(value, dict) and repr(value) in text for value in dicts)
+    return text is not None and not any(
+        isinstance(value, dict) and repr(value) in text for value in dicts
+    )

@@ -1,14 +1,15 @@
 """Rows of every format -> conversations."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.chat.messages import Turn, read_turns
+from hf_ga.finetuning.data.chat.messages import read_turn
 from hf_ga.finetuning.data.chat.template import Message
 from hf_ga.finetuning.data.chat.values import parse_json, without_none
 
 PARAGRAPH = "\n\n"  # between the texts of an instruction
+CONVERSATION_RULE = "a conversation must be a list of messages, or JSON of one"
 OPTIONS_RULE = "chat_template_kwargs must be a mapping, or JSON of one"
 TOOLS_RULE = "tools must be a list of JSON schemas, or JSON of one"
 
@@ -46,62 +47,53 @@ def read_conversation(row: dict[str, Any]) -> Conversation:
     >>> [message["content"] for message in read_conversation(row).messages]
     ['Add\\n\\n1 2', '3']
     """
-    turns, separator = _read_turns_of_row(row)
+    raw_messages, separator = _messages_of_row(row)
     if row.get("system") not in (None, ""):
-        if turns and turns[0].message["role"] == "system":
-            raise DataError("the row has a column system and a system turn: keep one")
-        turns = [_make_turn("system", row["system"]), *turns]
-    options = parse_json(row.get("chat_template_kwargs") or {}, OPTIONS_RULE) or {}
-    if not isinstance(options, dict):
-        raise DataError(f"{OPTIONS_RULE}, got {options!r:.80}")
+        raw_messages = [{"role": "system", "content": row["system"]}, *raw_messages]
+    turns = [read_turn(message) for message in raw_messages]
+    messages = [message for message, _ in turns]
+    if [message["role"] for message in messages[:2]] == ["system", "system"]:
+        raise DataError("the row has a column system and a system turn: keep one")
+    options = parse_json(row.get("chat_template_kwargs"), dict, OPTIONS_RULE)
     return Conversation(
-        messages=[turn.message for turn in turns],
-        targets=[i for i, turn in enumerate(turns) if turn.is_target],
+        messages=messages,
+        targets=[i for i, (_, is_target) in enumerate(turns) if is_target],
         tools=_read_tools(row),
         template_options=without_none(options),
         separator=separator,
     )
 
 
-def _read_turns_of_row(row: dict[str, Any]) -> tuple[list[Turn], str | None]:
-    """Read the turns of a conversation from the columns of its format: `messages`, `conversations`,
-    `instruction` and `output`, or `prompt` and `completion`.
+def _messages_of_row(row: dict[str, Any]) -> tuple[list[Any], str | None]:
+    """Return the messages of a row of any format, to be read by `read_turn`, and their separator:
+    those of `messages` or `conversations`, `instruction` and `output`, or `prompt` and
+    `completion`.
     """
     for name in ("messages", "conversations"):
         if name in row:
-            return read_turns(row[name]), None
-    if "instruction" in row:
-        return _read_instruction(row), PARAGRAPH
+            return parse_json(row[name], list, CONVERSATION_RULE), None
+    if "instruction" in row:  # answers of the history are targets, too
+        texts = [row["instruction"]]
+        if row.get("input") not in (None, ""):
+            texts.append(row["input"])
+        are_texts = all(isinstance(text, str) for text in texts)
+        instruction = PARAGRAPH.join(texts) if are_texts else None
+        pairs = [*(row.get("history") or []), [instruction, row["output"]]]
+        return [message for pair in pairs for message in _messages_of_pair(pair)], PARAGRAPH
     if isinstance(row["prompt"], list):
-        prompt = [replace(turn, is_target=False) for turn in read_turns(row["prompt"])]
-        return [*prompt, *read_turns(row["completion"])], None
-    return [_make_turn("user", row["prompt"]), _make_turn("assistant", row["completion"])], ""
+        prompt = [{**message, "weight": 0} for message in row["prompt"]]
+        return [*prompt, *parse_json(row["completion"], list, CONVERSATION_RULE)], None
+    return _messages_of_pair([row["prompt"], row["completion"]]), ""
 
 
-def _read_instruction(row: dict[str, Any]) -> list[Turn]:
-    """Read the turns of a row of Alpaca's format: `instruction`, optional `input`, `output`, and
-    before them the pairs of instruction and answer in `history`, whose answers are targets, too.
-    """
-    turns = []
-    for pair in row.get("history") or []:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise DataError(
-                f"history must be a list of pairs of instruction and answer, got {pair!r:.80}"
-            )
-        turns += [_make_turn("user", pair[0]), _make_turn("assistant", pair[1])]
-    instruction = _make_turn("user", row["instruction"])
-    if row.get("input") not in (None, ""):
-        input_text = _make_turn("user", row["input"]).message["content"]
-        instruction_text = instruction.message["content"]
-        instruction = _make_turn("user", instruction_text + PARAGRAPH + input_text)
-    return [*turns, instruction, _make_turn("assistant", row["output"])]
-
-
-def _make_turn(role: str, text: Any) -> Turn:
-    """Make a turn of a conversation from its text; a turn of the assistant is a target."""
-    if not isinstance(text, str):
-        raise DataError("prompts, completions, instructions and outputs must be strings")
-    return Turn({"role": role, "content": text}, is_target=role == "assistant")
+def _messages_of_pair(pair: Any) -> list[Message]:
+    """Return the messages of a pair of instruction and answer."""
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise DataError(
+            f"history must be a list of pairs of instruction and answer, got {pair!r:.80}"
+        )
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for role, text in zip(roles, pair, strict=True)]
 
 
 def _read_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -110,25 +102,21 @@ def _read_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     """
     tools = []
     for name in ("tools", "functions"):
-        schemas = parse_json(row.get(name) or [], TOOLS_RULE) or []
-        if not isinstance(schemas, list):
-            raise DataError(f"{TOOLS_RULE}, got {schemas!r:.80}")
-        tools += [_read_tool(without_none(parse_json(schema, TOOLS_RULE))) for schema in schemas]
+        for schema in parse_json(row.get(name), list, TOOLS_RULE):
+            tools.append(_read_tool(without_none(parse_json(schema, dict, TOOLS_RULE))))
     return tools or None
 
 
-def _read_tool(tool: Any) -> dict[str, Any]:
+def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Convert the JSON schema of a function to the format that chat templates expect: {"type":
     "function", "function": {"name": ..., "parameters": {...}}}.
     """
-    if not isinstance(tool, dict):
-        raise DataError(f"{TOOLS_RULE}, got {tool!r:.80}")
     if "function" not in tool:
         tool = {"type": "function", "function": tool}
     function = tool["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{TOOLS_RULE}, each with the name of its function, got {tool!r:.80}")
     if "parameters" in function:
-        parameters = parse_json(function["parameters"], TOOLS_RULE)
+        parameters = parse_json(function["parameters"], dict, TOOLS_RULE)
         tool = {**tool, "function": {**function, "parameters": parameters}}
     return tool

@@ -4,13 +4,12 @@ them.
 `datasets` fills keys that a row lacks with None, so None means absent everywhere.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.chat.calls import CALLS_RULE, read_calls
+from hf_ga.finetuning.data.chat.calls import read_calls
 from hf_ga.finetuning.data.chat.template import Message
-from hf_ga.finetuning.data.chat.values import parse_json, without_none
+from hf_ga.finetuning.data.chat.values import without_none
 
 # Other names of roles -> the names that chat templates use.
 ROLES = {
@@ -22,134 +21,94 @@ ROLES = {
     "bot": "assistant",
     "model": "assistant",
     "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
 }
-# Keys and roles of ShareGPT's format -> those that chat templates read.
-SHAREGPT_KEYS = {"from": "role", "value": "content"}
-SHAREGPT_ROLES = {**ROLES, "observation": "tool", "function_response": "tool"}
-SHAREGPT_CALLS = ("function_call", "tool_call")  # roles of messages that consist of calls
-# Names that datasets use for the thoughts of a message.
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-LOSS_KEYS = ("weight", "train")  # 0 or false: the turn is not a target
-# All keys that a message may have.
-KEYS = (
-    "role",
-    "content",
-    "from",
-    "value",
-    *REASONING_KEYS,
-    "tool_calls",
-    "function_call",
-    "tool_call_id",
-    "name",
-    *LOSS_KEYS,
-)
+CALL_ROLES = ("function_call", "tool_call")  # roles of messages that consist of calls
+# All keys that a message may have -> the names that chat templates read.
+KEYS = {
+    "role": "role",
+    "content": "content",
+    "from": "role",
+    "value": "content",
+    "reasoning_content": "reasoning_content",
+    "reasoning": "reasoning_content",
+    "thinking": "reasoning_content",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "tool_call_id": "tool_call_id",
+    "name": "name",
+    "weight": "weight",
+    "train": "train",
+}
 # Those whose values must be strings.
-STRING_KEYS = ("role", "from", *REASONING_KEYS, "tool_call_id", "name")
-CONVERSATION_RULE = "a conversation must be a list of messages, or JSON of one"
-MESSAGE_RULE = "every message needs the strings role and content"
+STRING_KEYS = ("role", "reasoning_content", "tool_call_id", "name")
+LOSS_KEYS = ("weight", "train")  # 0 or false: the turn is not a target
+MESSAGE_RULE = (
+    "every message needs the strings role and content; prompts, completions, instructions and "
+    "outputs must be strings"
+)
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One message of a conversation in a chat dataset.
-
-    Attributes:
-        message: The message as chat templates read it: role, content, tool_calls, ...
-        is_target: Whether the model learns to write it.
-    """
-
-    message: Message
-    is_target: bool
-
-
-def read_turns(value: Any) -> list[Turn]:
-    """Read the messages of a conversation.
+def read_turn(raw_message: Any) -> tuple[Message, bool]:
+    """Read a message of a conversation.
 
     Args:
-        value: A list of messages in the format of OpenAI, TRL, axolotl, LLaMA-Factory or ShareGPT,
-            or such a list as JSON.
+        raw_message: A message in the format of OpenAI, TRL, axolotl, LLaMA-Factory or ShareGPT.
 
     Returns:
-        Its turns. Those of the assistant are targets, unless their `weight` is 0 or `train` false.
+        (the message as chat templates read it: role, content, tool_calls, ...; whether the model
+        learns to write it: if it is the assistant's, unless its `weight` is 0 or `train` false)
 
     Raises:
-        DataError: If a message has an unknown key, no role, no content, or content that is not
+        DataError: If the message has an unknown key, no role, no content, or content that is not
             text.
 
-    >>> read_turns([{"from": "gpt", "value": "hi", "weight": 0}])
-    [Turn(message={'role': 'assistant', 'content': 'hi'}, is_target=False)]
-    """
-    messages = parse_json(value, CONVERSATION_RULE)
-    if not isinstance(messages, list):
-        raise DataError(f"{CONVERSATION_RULE}, got {messages!r:.80}")
-    return [_read_turn(message) for message in messages]
-
-
-def _read_turn(raw_message: Any) -> Turn:
-    """Convert a message of a dataset to the format of chat templates, and find out whether it is a
-    target.
+    >>> read_turn({"from": "gpt", "value": "hi", "weight": 0})
+    ({'role': 'assistant', 'content': 'hi'}, False)
     """
     if not isinstance(raw_message, dict):
         raise DataError(MESSAGE_RULE)
-    raw_message = {key: value for key, value in raw_message.items() if value is not None}
-    _check_keys(raw_message)
-    raw_message = _convert_sharegpt(raw_message)
-    if not raw_message.get("role"):
+    message = _rename_keys(raw_message)
+    role = message.pop("role", "").lower()  # templates compare names exactly
+    if role in CALL_ROLES:
+        message["tool_calls"] = message.pop("content", None)
+        role = "assistant"
+    calls = read_calls(message.pop("tool_calls", None))
+    if not role or not (calls or "content" in message):
         raise DataError(MESSAGE_RULE)
-    role = raw_message["role"].lower()  # templates compare names exactly
-    role = ROLES.get(role, role)
-    calls = read_calls(raw_message)
-    if not calls and "content" not in raw_message:
-        raise DataError(MESSAGE_RULE)
-    message: Message = {"role": role}
-    if "content" in raw_message:
-        message["content"] = _read_content(raw_message["content"])
+    loss_flags = {key: message.pop(key) for key in LOSS_KEYS if key in message}
+    message = {"role": ROLES.get(role, role), **message}
+    if "content" in message:
+        message["content"] = _read_content(message["content"])
     if calls:
         message["tool_calls"] = calls
-    for key in ("tool_call_id", "name"):
-        if key in raw_message:
-            message[key] = raw_message[key]
     # Templates read thoughts under one of two names.
-    thoughts = {raw_message[key] for key in REASONING_KEYS if key in raw_message}
-    if len(thoughts) > 1:
-        raise DataError(f"a message has different {' and '.join(REASONING_KEYS)}: keep one of them")
-    for text in thoughts:
-        message |= {"reasoning_content": text, "thinking": text}
-    return Turn(message, _is_target(raw_message, role))
+    if "reasoning_content" in message:
+        message["thinking"] = message["reasoning_content"]
+    return message, _is_target(loss_flags, message["role"])
 
 
-def _check_keys(raw_message: dict[str, Any]) -> None:
-    """Check that a message of a dataset has known keys only, and strings where they are needed."""
-    unknown = [key for key in raw_message if key not in KEYS]
-    if unknown:
-        raise DataError(
-            f"a message has the unknown key {unknown[0]!r}, which may change what is to be learnt: "
-            f"remove it, or use one of {', '.join(KEYS)}"
-        )
-    for key in STRING_KEYS:
-        if not isinstance(raw_message.get(key, ""), str):
-            raise DataError(
-                f"the {key} of a message must be a string, got {raw_message[key]!r:.80}"
-            )
-
-
-def _convert_sharegpt(raw_message: dict[str, Any]) -> dict[str, Any]:
-    """Rename the keys `from` and `value` of a message in ShareGPT's format to `role` and `content`,
-    and its roles to those of chat templates.
+def _rename_keys(raw_message: dict[str, Any]) -> Message:
+    """Rename the keys of a message of a dataset to those that chat templates read, and check them;
+    keys whose value is None are left out.
     """
-    has_both_roles = "role" in raw_message and "from" in raw_message
-    has_both_contents = "content" in raw_message and "value" in raw_message
-    if has_both_roles or has_both_contents:
-        raise DataError("a message has both role and from, or both content and value: keep one")
-    renamed = {SHAREGPT_KEYS.get(key, key): value for key, value in raw_message.items()}
-    if "from" not in raw_message:
-        return renamed
-    role = renamed["role"]
-    if role not in SHAREGPT_CALLS:
-        return {**renamed, "role": SHAREGPT_ROLES.get(role, role)}
-    calls = parse_json(renamed.pop("content", None), CALLS_RULE)
-    calls = calls if isinstance(calls, list) else [calls]
-    return {**renamed, "role": "assistant", "tool_calls": calls}
+    message: Message = {}
+    for key, value in raw_message.items():
+        if value is None:
+            continue
+        if key not in KEYS:
+            raise DataError(
+                f"a message has the unknown key {key!r}, which may change what is to be learnt: "
+                f"remove it, or use one of {', '.join(KEYS)}"
+            )
+        name = KEYS[key]
+        if name in STRING_KEYS and not isinstance(value, str):
+            raise DataError(f"the {key} of a message must be a string, got {value!r:.80}")
+        if message.setdefault(name, value) != value:
+            same = " and ".join(other for other in raw_message if KEYS.get(other) == name)
+            raise DataError(f"a message has different {same}: keep one of them")
+    return message
 
 
 def _read_content(content: Any) -> str:
@@ -161,20 +120,19 @@ def _read_content(content: Any) -> str:
     if not isinstance(content, list):
         raise DataError(MESSAGE_RULE)
     for part in content:
-        part_type = part.get("type") if isinstance(part, dict) else None
-        if part_type != "text" or not isinstance(part.get("text"), str):
-            raise DataError(f"parts of a content must be of type text, got {part!r:.80}")
-        unknown = [key for key in without_none(part) if key not in ("type", "text")]
-        if unknown:
-            raise DataError(f"a part of type text has the unknown key {unknown[0]!r}: remove it")
+        keys = set(without_none(part)) if isinstance(part, dict) else set()
+        is_text = keys == {"type", "text"} and part["type"] == "text"
+        if not is_text or not isinstance(part["text"], str):
+            raise DataError(
+                f"parts of a content must be of type text, and only have a text, got {part!r:.80}"
+            )
     return "".join(part["text"] for part in content)
 
 
-def _is_target(raw_message: dict[str, Any], role: str) -> bool:
-    """Return whether the model learns to write a message: if the role is assistant, unless the
-    message has `weight` 0 or `train` false.
+def _is_target(loss_flags: dict[str, Any], role: str) -> bool:
+    """Return whether the model learns to write a message: if the role is assistant, unless its
+    `weight` is 0 or `train` false.
     """
-    loss_flags = {key: raw_message[key] for key in LOSS_KEYS if key in raw_message}
     for key, flag in loss_flags.items():
         if not isinstance(flag, int | float) or flag not in (0, 1):
             raise DataError(

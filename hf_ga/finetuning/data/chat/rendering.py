@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -47,9 +46,13 @@ def render_rows(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> It
 
     Raises:
         DataError: If a row is malformed, it needs a chat template and the tokenizer has none, or
-            the template omits a part of it, or renders turns that cannot be located.
+            the template omits a part of it, or renders turns that cannot be located; if turns of
+            the assistant have no end.
     """
     columns = chat_columns(rows)
+    # Those with a role, such as `eos_token`, and those that were only added as special.
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special_tokens = (*added, *tokenizer.all_special_tokens)
     for values in zip(*(rows[column] for column in columns), strict=True):
         row = dict(zip(columns, values, strict=True))
         try:
@@ -61,6 +64,8 @@ def render_rows(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> It
         except (TemplateError, DataError, TypeError, ValueError) as error:
             cause = " ".join(str(error).split()).rstrip(".")
             raise DataError(f"{cause}. Fix or remove the row {row!r:.200}") from error
+        if rendered.is_templated:
+            _check_ending(rendered, special_tokens)
         yield rendered
 
 
@@ -108,48 +113,18 @@ def _render_with_template(
     return RenderedRow(text, targets, is_templated=True, notes=notes)
 
 
-def check_ending(
-    row: RenderedRow,
-    ids: list[int],
-    starts: np.ndarray,
-    ends: np.ndarray,
-    special_ids: set[int],
-) -> None:
-    """Check that at least one target of a conversation ends with a special token, because
-    generation stops only at such a token.
-
-    It may be the end-of-text token or that of the end of a turn. White space may follow it.
-
-    Args:
-        row: A row that was rendered by a chat template.
-        ids: The token ids of its text, length (tokens).
-        starts: The first character of each token, int of shape (tokens,).
-        ends: The character after the last of each token, int of shape (tokens,).
-        special_ids: Ids of all special tokens, see `special_token_ids`.
+def _check_ending(row: RenderedRow, special_tokens: tuple[str, ...]) -> None:
+    """Check that at least one target of a conversation ends with a special token, that of the end
+    of text or of a turn: generation stops only at such a token. White space may follow it.
 
     Raises:
         DataError: If there are targets, but none of them ends with a special token.
     """
-    for start, end in row.targets:
-        last_character = start + len(row.text[start:end].rstrip()) - 1
-        covering = np.flatnonzero((starts <= last_character) & (ends > last_character))
-        if any(ids[token] in special_ids for token in covering):
-            return
-    if row.targets:
-        start, end = row.targets[-1]
+    targets = [row.text[start:end] for start, end in row.targets]
+    if targets and not any(target.rstrip().endswith(special_tokens) for target in targets):
         raise DataError(
             "the tokenizer's chat template ends turns of the assistant without an end token, so "
-            f"the model would never learn to stop; the last target is {row.text[start:end]!r:.80}. "
+            f"the model would never learn to stop; the last target is {targets[-1]!r:.80}. "
             "In the template, end these turns with {{ eos_token }}, or with another special token "
             "at which generation stops, inside {% generation %} if it is marked."
         )
-
-
-def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the ids of all special tokens of a tokenizer: those with a role, such as
-    `eos_token`, and those that were only added as special.
-    """
-    added = {
-        token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
-    return added | set(tokenizer.all_special_ids)

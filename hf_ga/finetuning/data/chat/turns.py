@@ -2,8 +2,6 @@
 
 from os.path import commonprefix
 
-from jinja2 import TemplateError
-
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.conversation import Conversation
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Message, Span
@@ -73,15 +71,18 @@ def _locate_by_marker(
     # is `head ... ending rest`. The ending is known from a rendering in which nothing follows.
     marked_turn = {"role": "assistant", "content": MARKER}
     marked_messages = [*messages[:index], marked_turn, *messages[index + 1 :]]
-    try:
-        marked_text = template.render(marked_messages)
-        # The marked turn is last here, and the generation prompt follows it.
-        last_turn_text = template.render(marked_messages[: index + 1], add_generation_prompt=True)
-    except TemplateError:
+    marked_text = template.try_render(marked_messages) or ""
+    # The marked turn is last here, and the generation prompt follows it.
+    last_messages = marked_messages[: index + 1]
+    last_turn_text = template.try_render(last_messages, add_generation_prompt=True) or ""
+    earlier_text = template.render(messages[:index])
+    if not text_before.startswith(earlier_text):
+        # Some templates end a conversation with the end-of-text token, but not before a turn.
+        earlier_text = earlier_text.removesuffix(template.tokenizer.eos_token or "")
+    is_marked = marked_text.count(MARKER) == 1 == last_turn_text.count(MARKER)
+    if not is_marked or not text_before.startswith(earlier_text):
         return None
-    prompt = template.generation_prompt(messages[:index], text_before)
-    if prompt is None or marked_text.count(MARKER) != 1 or last_turn_text.count(MARKER) != 1:
-        return None
+    prompt = text_before.removeprefix(earlier_text)
     head, _, tail = marked_text.partition(MARKER)
     head_if_last, _, tail_if_last = last_turn_text.partition(MARKER)
     ending = tail_if_last.removesuffix(prompt)
@@ -97,18 +98,15 @@ def _start_of_turn(head: str, head_if_last: str, text_before: str, prompt: str) 
     """Find the first character of a turn of the assistant in a rendered conversation: the one after
     the generation prompt, or after as much of the prompt as the conversation contains.
     """
-    if head.startswith(text_before):
-        return len(text_before)
-    # What the template writes between the generation prompt and the content.
-    beginning = head_if_last.removeprefix(text_before)
-    if head_if_last.startswith(text_before) and head.endswith(prompt + beginning):
-        return len(head) - len(beginning)
     # The longest beginning of the prompt that follows the earlier messages as they were rendered.
     common = commonprefix([head, text_before])  # noqa: RUF071
     earlier_messages = text_before.removesuffix(prompt)
-    if common[len(earlier_messages) :].strip():
+    if head.startswith(text_before) or common[len(earlier_messages) :].strip():
         return len(common)
-    # Or that stands directly before the content.
-    sizes = range(len(prompt), 0, -1)
-    before_content = next((prompt[:size] for size in sizes if head.endswith(prompt[:size])), "")
-    return len(head) if before_content.strip() else None
+    # Or that stands before the content, or before what the template writes in front of it.
+    num_spaces = len(prompt) - len(prompt.lstrip())
+    for size in range(len(prompt), num_spaces, -1):
+        for written in (head_if_last.removeprefix(text_before), ""):
+            if head.endswith(prompt[:size] + written):
+                return len(head) - len(written)
+    return None

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jinja2 import TemplateError
-
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.conversation import Conversation
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Message, Span
@@ -39,7 +37,7 @@ def check_rendered(conversation: Conversation, template: ChatTemplate, text: str
         if re.search(rf"\b{re.escape(name)}\b", template.source) is None:
             raise DataError(f"the chat template does not use the option {name!r}: {REMEDY}")
     for part, other_template, other_messages in _without_a_part(conversation, template):
-        if _renders_text(text, other_template, other_messages):
+        if other_template.try_render(other_messages) == text:
             raise DataError(f"the chat template does not render {part}: {REMEDY}")
 
 
@@ -101,7 +99,7 @@ def check_targets(
         if NO_THOUGHTS not in notes:
             notes.append(NO_THOUGHTS)
     has_names = any("name" in message for message in messages)
-    if has_names and _renders_text(text, template, _without_key("name", messages)):
+    if has_names and template.try_render(_without_key("name", messages)) == text:
         notes.append(NO_NAMES)
     if spans_by_turn and not template.marks_generations:
         text_before = template.render(messages[: max(spans_by_turn)], add_generation_prompt=True)
@@ -128,16 +126,6 @@ def _without_key(key: str, messages: list[Message]) -> list[Message]:
     return [
         {other: value for other, value in message.items() if other != key} for message in messages
     ]
-
-
-def _renders_text(text: str, template: ChatTemplate, messages: list[Message]) -> bool:
-    """Return whether a chat template renders messages as this text; False if it fails because the
-    messages lack something.
-    """
-    try:
-        return template.render(messages) == text
-    except (TemplateError, TypeError):
-        return False
 
 
 def _contains(text: str, part: str) -> bool:

@@ -1,31 +1,38 @@
 """Helpers for values in rows of conversations: JSON in strings, and keys without a value."""
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_ga.errors import DataError
 
+T = TypeVar("T", list, dict)
 
-def parse_json(value: Any, rule: str) -> Any:
-    """Parse a value of a row of conversations as JSON if it is a string; return any other value
-    unchanged.
+
+def parse_json(value: Any, kind: type[T], rule: str) -> T:
+    """Parse a value of a row of conversations as JSON if it is a string, and check its type.
 
     Args:
-        value: The value.
+        value: The value. None, an empty string and JSON's null are an empty list or dict.
+        kind: list or dict. A dict stands for a list of one.
         rule: What the value must be, the beginning of the error.
 
     Raises:
-        DataError: If the value is a string that is not valid JSON.
+        DataError: If the value has another type, or is a string that is not valid JSON.
 
-    >>> parse_json('{"a": 1}', "a must be given"), parse_json([], "a must be given")
+    >>> parse_json('{"a": 1}', dict, "a must be given"), parse_json(None, list, "a must be given")
     ({'a': 1}, [])
     """
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise DataError(f"{rule}, got {value!r:.80} ({error})") from error
+    parsed = value or kind()
+    if isinstance(parsed, str):
+        try:
+            parsed = json.loads(parsed) or kind()
+        except ValueError as error:
+            raise DataError(f"{rule}, got {value!r:.80} ({error})") from error
+    if kind is list and isinstance(parsed, dict):
+        parsed = [parsed]
+    if not isinstance(parsed, kind):
+        raise DataError(f"{rule}, got {parsed!r:.80}")
+    return parsed
 
 
 def without_none(value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict, List, Value
+from datasets import Dataset, List, Value
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -16,15 +16,16 @@ from hf_ga.finetuning.data.encoding.collation import collate_ids
 from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
 
-def encode_choices(rows: DatasetDict) -> DatasetDict:
-    """Convert multiple-choice rows to one format: a column `choices` with a list of strings per
-    row, and integer labels.
+def encode_choices(dataset: Dataset, split: str) -> Dataset:
+    """Convert the multiple-choice rows of a split to one format: a column `choices` with a list of
+    strings per row, and integer labels.
 
     The given choices are a column `choices` of lists, or the columns `choice0`, `choice1`, ...; a
     column `text_pair` (the beginning of each choice) is prepended to each choice and removed.
 
     Args:
-        rows: The rows of all splits.
+        dataset: The rows of the split.
+        split: Its name, for errors.
 
     Returns:
         The same rows with `choices` and, if they had labels, `label` as int64: the 0-based index of
@@ -34,48 +35,37 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
         DataError: If choices are not lists of strings, rows have different numbers of choices or
             fewer than two, or a label is not the index of a choice.
     """
-    encoded = DatasetDict()
-    for split, dataset in rows.items():
-        encoded[split] = _encode_split(dataset, split)
-    counts = {len(choices) for dataset in encoded.values() for choices in dataset["choices"]}
-    if len(counts) != 1 or min(counts) < 2:
-        listed = " and ".join(map(str, sorted(counts)))
-        raise DataError(
-            "all rows need the same number of choices, at least 2, because a batch is one block "
-            f"of samples x choices; there are rows with {listed}. Remove or complete these rows."
-        )
-    return encoded
-
-
-def _encode_split(dataset: Dataset, split: str) -> Dataset:
-    """Convert the multiple-choice rows of one split to one format, see `encode_choices`."""
     choice_columns = [name for name in dataset.column_names if name.startswith("choice")]
-    rows = list(dataset)
-    choices = [[row[name] for name in choice_columns] for row in rows]
-    if choice_columns == ["choices"]:
-        choices = dataset["choices"][:]
+    choices = dataset[choice_columns[0]][:]
+    if choice_columns != ["choices"]:
+        choices = [list(row.values()) for row in dataset.select_columns(choice_columns)]
     remedy = "Choose the column with --choices_column."
     rule = "choices must be lists of strings"
     check_values(split, choices, is_list_of_texts, rule=rule, remedy=remedy)
+    counts = set(map(len, choices))
+    if len(counts) != 1 or min(counts) < 2:
+        listed = " and ".join(map(str, sorted(counts)))
+        raise DataError(
+            "all rows need the same number of choices, at least 2, because a batch is one block of "
+            f"samples x choices; there are {split} rows with {listed}. Remove or complete these "
+            "rows."
+        )
     texts = []
-    for row, row_choices in zip(rows, choices, strict=True):
+    for row, row_choices in zip(dataset, choices, strict=True):
         beginning = row.get("text_pair") or ""
         texts.append([f"{beginning} {choice or ''}".removeprefix(" ") for choice in row_choices])
-    kept = [name for name in dataset.column_names if name in ("text", "weight")]
-    encoded = dataset.select_columns(kept)
+    encoded = dataset.select_columns("text")
     if "label" in dataset.column_names:
-        labels_and_counts = [
-            {"label": row["label"], "choices": len(row_texts)}
-            for row, row_texts in zip(rows, texts, strict=True)
-        ]
+        labels = dataset["label"][:]
+        (count,) = counts
         check_values(
             split,
-            labels_and_counts,
+            labels,
             # A label is an int, or a string of digits.
-            lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"],
-            rule="a label must be the 0-based index of a choice",
+            lambda label: str(label).isdecimal() and int(label) < count,
+            rule=f"a label must be the 0-based index of one of {count} choices",
         )
-        encoded = encoded.add_column("label", [int(row["label"]) for row in rows])
+        encoded = encoded.add_column("label", list(map(int, labels)))
     return encoded.add_column("choices", texts, feature=List(Value("string")))
 
 
@@ -99,15 +89,12 @@ def tokenize_choices(
         [text or ""] * len(row_choices)
         for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
     ]
-    columns, was_truncated = encode_groups(tokenizer, max_length, texts, rows["choices"])
+    columns, full = encode_groups(tokenizer, max_length, texts, rows["choices"])
     has_content = [
         bool(text) and any(row_choices)
         for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
     ]
-    samples = make_samples(columns, has_content, was_truncated)
-    if "label" in rows:
-        samples["label"] = rows["label"]
-    return samples
+    return make_samples(rows, columns, has_content, full)
 
 
 def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
@@ -122,10 +109,11 @@ def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dic
         longest), and, if the samples have labels, int64 `labels` of shape (samples,).
     """
     names = [name for name in ("input_ids", "token_type_ids") if name in samples[0]]
-    choices = []
-    for sample in samples:
-        for index in range(len(sample["input_ids"])):
-            choices.append({name: sample[name][index] for name in names})
+    choices = [
+        {name: sample[name][index] for name in names}
+        for sample in samples
+        for index in range(len(sample["input_ids"]))
+    ]
     flat_batch = collate_ids(choices, pad_token_id)
     batch = {name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in flat_batch.items()}
     if "label" in samples[0]:

@@ -5,7 +5,6 @@ is never a target.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -98,12 +97,8 @@ def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
         ids.
     """
     batch = collate_ids(samples, pad_token_id)
-    if "labels" in samples[0]:
-        batch["labels"] = pad([sample["labels"] for sample in samples], IGNORED_LABEL)
-    else:
-        is_padding = batch["attention_mask"] == 0
-        batch["labels"] = batch["input_ids"].masked_fill(is_padding, IGNORED_LABEL)
-    return batch
+    labels = [sample.get("labels", sample["input_ids"]) for sample in samples]
+    return {**batch, "labels": pad(labels, IGNORED_LABEL)}
 
 
 def collate_masked(
@@ -131,14 +126,14 @@ def collate_masked(
     """
     batch = collate_ids(samples, pad_token_id)
     inputs, labels = mask_tokens(
-        batch["input_ids"].numpy(),
-        np.array([sample["mask_key"] for sample in samples]),
+        batch["input_ids"],
+        torch.tensor([sample["mask_key"] for sample in samples]),
         special_ids=[*special_ids, pad_token_id],  # so padding is never a target
         mask_token_id=mask_token_id,
         vocab_size=vocab_size,
         probability=probability,
     )
-    return {**batch, "input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+    return {**batch, "input_ids": inputs, "labels": labels}
 
 
 def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> dict[str, Tensor]:

@@ -1,17 +1,15 @@
-"""Label columns -> targets of a head: class ids with their names, sets of class ids, numbers, or a
-tag per word.
+"""Label columns -> targets of a head: class ids with their names, sets of class ids, or a tag per
+word.
 """
 
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from functools import partial
 from typing import Any
 
-import pyarrow as pa
-from datasets import ClassLabel, Dataset, DatasetDict, List
+from datasets import ClassLabel, Dataset, DatasetDict
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.checks import NUM_SHOWN, check_values, is_number, replace_column
+from hf_ga.finetuning.data.checks import check_values, replace_column
 from hf_ga.loading.batches import IGNORED_LABEL
 
 CLASS_RULE = "labels must be names or whole numbers"
@@ -19,88 +17,55 @@ MAX_WHOLE_FLOAT = 2**53  # beyond it, not every whole number is a float
 
 
 def encode_labels(
-    rows: DatasetDict, label_type: str, model_labels: Sequence[str] | None
+    rows: DatasetDict, label_type: str, model_labels: Sequence[str] | None, notes: list[str]
 ) -> tuple[DatasetDict, list[str]]:
-    """Replace the column `label` of all splits by class ids (or, for regression, by floats).
+    """Replace the column `label` of all splits by class ids.
+
+    Sets of classes may be multi-hot: a 0 or 1 for each class. They are if every row of the first
+    split is a list of the same length, at least 2, of nothing but 0 and 1 (or false and true).
+    Lists of class ids would not look like this: each would name just the classes 0 and 1, or one of
+    them twice.
 
     Args:
         rows: The rows of all splits. Class names are those of the first split.
-        label_type: "class" (one per row), "classes" (a set of them), "tags" (a class for each
-            word) or "number" (regression).
+        label_type: "class" (one per row), "classes" (a set of them) or "tags" (a class for each
+            word).
         model_labels: Class names of a model whose head is trained already, in the order of its
             outputs. If they include all names in the data, their order determines the ids. None:
             the head is new.
+        notes: Lines for the log are appended to it.
 
     Returns:
-        (rows, class names in the order of their ids; empty for numbers)
+        (rows, class names in the order of their ids)
 
     Raises:
-        DataError: If labels have a wrong type, labels do not occur in the training rows, or there
-            are fewer than two distinct labels.
+        DataError: If labels have a wrong type, only some splits have multi-hot labels, labels do
+            not occur in the training rows, or there are fewer than two distinct labels.
     """
-    if label_type == "number":
-        rule = "labels of a regression must be finite float32 numbers"
-        numbers = DatasetDict()
-        for split, dataset in rows.items():
-            check_values(split, dataset["label"][:], is_number, rule=rule)
-            numbers[split] = replace_column(dataset, "label", map(float, dataset["label"][:]))
-        return numbers, []
-    values = {split: _label_lists(dataset, split, label_type) for split, dataset in rows.items()}
     first_split = next(iter(rows))
     first_feature = _class_label_feature(rows[first_split])
+    num_classes = 0
+    if label_type == "classes" and first_feature is None:
+        num_classes = _num_multi_hot(rows[first_split]["label"][:])
+    if num_classes:
+        first_feature = ClassLabel(names=[str(i) for i in range(num_classes)])
+        notes.append(
+            f"labels: a 0 or 1 for each of {num_classes} classes (one-hot); if they are lists of "
+            "the classes that apply, write names instead of numbers"
+        )
+    values = {
+        split: _label_lists(dataset, split, label_type, num_classes)
+        for split, dataset in rows.items()
+    }
     names = _class_names(first_feature, values[first_split], model_labels)
     encoded = DatasetDict()
     for split, dataset in rows.items():
         feature = _class_label_feature(dataset) or first_feature
-        ids = labels_to_ids(values[split], feature, names, f"the {split} rows")
+        ids = labels_to_ids(values[split], feature, names, split)
         labels = [row_ids[0] for row_ids in ids] if label_type == "class" else ids
         encoded[split] = replace_column(dataset, "label", labels)
+    notes += notes_on_similar_names(names)
     return encoded, names
-
-
-def multi_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
-    """Replace multi-hot labels, a 0 or 1 for each class, by the ids of the classes that apply.
-
-    Labels are multi-hot if every row of the first split is a list of the same length, at least 2,
-    of nothing but 0 and 1 (or false and true). Lists of class ids would not look like this: each
-    would name just the classes 0 and 1, or one of them twice.
-
-    Returns:
-        (rows, number of classes). If the labels are not multi-hot: (the given rows, 0).
-
-    Raises:
-        DataError: If only some rows, or only some splits, have multi-hot labels.
-
-    Example:
-        rows, num_classes = multi_hot_to_ids(rows)  # [0, 1], [1, 1] -> [1], [0, 1]; num_classes 2
-    """
-    first_split = next(iter(rows.values()))
-    if _class_label_feature(first_split) is not None:
-        return rows, 0
-    lengths = {len(row) if _is_multi_hot(row) else 0 for row in first_split["label"][:]}
-    num_classes = max(lengths)
-    if len(lengths) > 1 or not num_classes:
-        return rows, 0
-    rule = f"the labels are a 0 or 1 for each of {num_classes} classes"
-    feature = List(ClassLabel(names=[str(i) for i in range(num_classes)]))
-    encoded = DatasetDict()
-    for split, dataset in rows.items():
-        values = dataset["label"][:]
-        check_values(split, values, partial(_is_multi_hot, num_classes=num_classes), rule=rule)
-        ids = [[i for i, applies in enumerate(row) if applies] for row in values]
-        encoded[split] = replace_column(dataset, "label", ids, feature)
-    return encoded, num_classes
-
-
-def notes_on_float_classes(rows: DatasetDict) -> list[str]:
-    """Return a line for the log if class labels of the first split are floats or Decimals, such as
-    1.0, and an empty list otherwise.
-    """
-    first_split = next(iter(rows.values()))
-    dtype = first_split.features.arrow_schema.field("label").type
-    if pa.types.is_floating(dtype) or pa.types.is_decimal(dtype):
-        return [f"labels: whole numbers of type {dtype} are classes, so 1.0 is the class 1"]
-    return []
 
 
 def notes_on_similar_names(names: Iterable[str]) -> list[str]:
@@ -124,7 +89,7 @@ def notes_on_similar_names(names: Iterable[str]) -> list[str]:
 
 
 def labels_to_ids(
-    values: Sequence[Sequence[Any]], feature: ClassLabel | None, names: Sequence[str], where: str
+    values: Sequence[Sequence[Any]], feature: ClassLabel | None, names: Sequence[str], split: str
 ) -> list[list[int]]:
     """Convert the labels of each row to class ids.
 
@@ -133,32 +98,37 @@ def labels_to_ids(
         feature: The type of the label column if `datasets` knows its class names: then integers are
             indices of these names. None: a number is the name of a class.
         names: Class names in the order of their ids.
-        where: The rows, for the error, such as "the test rows".
+        split: Name of the split, for the error.
 
     Raises:
         DataError: If a label is not in `names`.
     """
     id_of_name = {name: index for index, name in enumerate(names)}
     names_by_row = [[_class_name(value, feature) for value in row] for row in values]
-    unknown_names = {name for row in names_by_row for name in row} - id_of_name.keys()
-    if unknown_names:
-        listed = ", ".join(map(repr, sorted(unknown_names)[:NUM_SHOWN]))
-        raise DataError(
-            f"unknown labels in {where}: {listed}. The training rows have {len(names)} labels, "
-            f"such as {', '.join(names[:5])}. "
-            "Remove the rows with other labels, or add training rows with them."
-        )
+    check_values(
+        split,
+        names_by_row,
+        lambda row: set(row) <= id_of_name.keys(),
+        rule=f"labels must be among the {len(names)} of the training rows ({', '.join(names[:5])})",
+        remedy="Remove rows with other labels, or add training rows with them.",
+    )
     return [[id_of_name[name] for name in row] for row in names_by_row]
 
 
-def _label_lists(dataset: Dataset, split: str, label_type: str) -> list[list[Any]]:
+def _label_lists(
+    dataset: Dataset, split: str, label_type: str, num_classes: int
+) -> list[list[Any]]:
     """Return the labels of each row of a split as a list (of one label for "class"), after checks
-    of their types.
+    of their types; `num_classes` is 0 unless they are multi-hot.
     """
     values = dataset["label"][:]
     if label_type == "class":
         check_values(split, values, _is_class, rule=CLASS_RULE)
         return [[value] for value in values]
+    if num_classes:
+        rule = f"the labels are a 0 or 1 for each of {num_classes} classes"
+        check_values(split, values, lambda row: _num_multi_hot([row]) == num_classes, rule=rule)
+        return [[i for i, applies in enumerate(row) if applies] for row in values]
     lists = [[] if row is None else row for row in values]
     rule = "labels must be lists of names or whole numbers"
     check_values(
@@ -199,11 +169,15 @@ def _is_whole_float(value: Any) -> bool:
     return is_float and abs(value) < MAX_WHOLE_FLOAT and value == int(value)
 
 
-def _is_multi_hot(row: Any, num_classes: int | None = None) -> bool:
-    """Return whether a label is multi-hot: a list with a 0 or 1 for each class."""
-    if not isinstance(row, list) or not all(value in (0, 1) for value in row):
-        return False
-    return len(row) >= 2 if num_classes is None else len(row) == num_classes
+def _num_multi_hot(values: Sequence[Any]) -> int:
+    """Return the number of classes if the labels of all rows are lists with a 0 or 1 for each, at
+    least 2; otherwise 0.
+    """
+    are_lists = all(
+        isinstance(row, list) and all(value in (0, 1) for value in row) for row in values
+    )
+    lengths = set(map(len, values)) if are_lists else set()
+    return lengths.pop() if len(lengths) == 1 and min(lengths) >= 2 else 0
 
 
 def _class_names(

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_ga.draws.hashing import mix_in_place, mixed
+from hf_ga.draws.values import uniform
 from hf_ga.loading.batches import IGNORED_LABEL
 
 # Shares of the targets.
@@ -50,20 +52,20 @@ class KeyedMasks:
 
 
 def mask_tokens(
-    input_ids: np.ndarray,
-    keys: np.ndarray,
+    input_ids: Tensor,
+    keys: Tensor,
     *,
     special_ids: Sequence[int],
     mask_token_id: int,
     vocab_size: int,
     probability: float,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Tensor, Tensor]:
     """Choose the targets of a masked language model, and mask or replace most of them (BERT: 80 %
     become the mask token, 10 % a random token, 10 % are unchanged).
 
     Args:
         input_ids: int64, shape (samples, padded length).
-        keys: The `mask_key` of each sample, integers of shape (samples,).
+        keys: The `mask_key` of each sample, int64 of shape (samples,).
         special_ids: Ids that are never a target (padding among them).
         mask_token_id: The id of the mask token.
         vocab_size: Exclusive upper bound of random ids.
@@ -76,32 +78,21 @@ def mask_tokens(
     padded_length = input_ids.shape[1]
     # Three independent numbers per token: whether it is a target, what a target becomes, and which
     # random token.
-    target_draw = _to_uniform(_random_bits(keys, padded_length, draw=0))
-    share = _to_uniform(_random_bits(keys, padded_length, draw=1))
-    random_ids = _random_bits(keys, padded_length, draw=2) % np.uint64(vocab_size)
-    is_special = np.isin(input_ids, np.asarray(special_ids))
+    target_draw = uniform(_hashes(keys, padded_length, draw=0), torch.float64)
+    share = uniform(_hashes(keys, padded_length, draw=1), torch.float64)
+    bits = _hashes(keys, padded_length, draw=2).numpy().view(np.uint64)
+    random_ids = torch.from_numpy((bits % np.uint64(vocab_size)).astype(np.int64))
+    is_special = torch.isin(input_ids, torch.tensor(special_ids, dtype=torch.int64))
     is_target = (target_draw < probability) & ~is_special
-    is_masked = is_target & (share < SHARE_MASKED)
-    is_random = is_target & (share >= SHARE_MASKED) & (share < SHARE_MASKED + SHARE_RANDOM)
-    inputs = np.where(is_masked, mask_token_id, input_ids)
-    inputs = np.where(is_random, random_ids.astype(np.int64), inputs)
-    labels = np.where(is_target, input_ids, IGNORED_LABEL)
-    return inputs, labels
+    replaced = torch.where(share < SHARE_MASKED + SHARE_RANDOM, random_ids, input_ids)
+    replaced = torch.where(share < SHARE_MASKED, mask_token_id, replaced)
+    inputs = torch.where(is_target, replaced, input_ids)
+    return inputs, torch.where(is_target, input_ids, IGNORED_LABEL)
 
 
-def _random_bits(keys: np.ndarray, padded_length: int, draw: int) -> np.ndarray:
+def _hashes(keys: Tensor, padded_length: int, draw: int) -> Tensor:
     """Hash (key of the sample, position of the token, draw) to 64 random bits for each token, to
     choose and mask the targets of a masked language model.
     """
-    hashed_keys = mixed(torch.from_numpy(np.asarray(keys, np.int64)))
-    positions = torch.from_numpy(np.arange(padded_length, dtype=np.int64))
-    hashed_positions = mix_in_place(positions * 4 + draw)
-    bits = mix_in_place(hashed_keys.unsqueeze(1) + hashed_positions)
-    return bits.numpy().view(np.uint64)
-
-
-def _to_uniform(bits: np.ndarray) -> np.ndarray:
-    """Convert random uint64 bits to uniform float64 numbers in [0, 1), from the upper 53 bits, to
-    choose the targets of a masked language model.
-    """
-    return (bits >> np.uint64(11)) * 2.0**-53
+    hashed_positions = mix_in_place(torch.arange(padded_length) * 4 + draw)
+    return mix_in_place(mixed(keys).unsqueeze(1) + hashed_positions)

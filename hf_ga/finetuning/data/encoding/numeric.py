@@ -1,90 +1,96 @@
-"""Columns of numbers that a file stores as another type (strings with a decimal comma, Decimals),
-converted to floats.
-"""
+"""Columns of numbers: labels of a regression, scores of pairs, weights of rows."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
-import pyarrow as pa
-from datasets import Dataset, DatasetDict, Value
+import numpy as np
+from datasets import Dataset, Value
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.checks import check_values, replace_column
+from hf_ga.finetuning.data.checks import FIX_LABELS, check_values, replace_column
 
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+# What the numbers of a column must be: by `Task.labels`, and of the weights.
+RULES = {
+    "number": "labels of a regression must be finite float32 numbers",
+    "pairs": "the score of a pair must be a finite number, the higher the more alike",
+    "weight": "weight_column must have a finite number of at least 0 in every row",
+}
+FIX_WEIGHTS = "Choose the column with --weight_column, or fix these rows (0 leaves a row out)."
 _WITH_POINT = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")  # 1 1.5 .5 1e3
 _WITH_COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?([eE][+-]?\d+)?\s*")  # 1 1,5 1,5e3
 _MAY_BE_THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2},\d{3}\s*")  # 1,234
 
 
-def convert_to_numbers(
-    rows: DatasetDict, columns: Mapping[str, str], notes: list[str]
-) -> DatasetDict:
-    """Convert the columns that must be numbers to float64 if they are Decimals, or strings with a
-    decimal comma. Strings with a decimal point are checked, but stay strings.
+def encode_numbers(dataset: Dataset, split: str, role: str, kind: str, notes: list[str]) -> Dataset:
+    """Check the numbers of a column in the rows of a split, and convert them to float64.
 
     Args:
-        rows: The rows of all splits, which may lack the columns.
-        columns: Flag -> the column of numbers that it names, such as {"weight_column": "stars"}.
-        notes: A line for the log on each column with decimal commas is appended to it.
-
-    Returns:
-        The rows; converted columns are last.
+        dataset: The rows of the split.
+        split: Its name, for errors.
+        role: The column, `label` or `weight`, which becomes the last one.
+        kind: What the numbers are, a key of `RULES`.
+        notes: A line for the log is appended to it if the column has decimal commas.
 
     Raises:
-        DataError: If a string is not a number, a column has decimal commas and decimal points, or
-            all its commas may separate thousands.
+        DataError: See `read_numbers`; or if all weights of a split are 0.
     """
-    converted = DatasetDict()
-    for split, dataset in rows.items():
-        for flag, column in columns.items():
-            if column in dataset.column_names:
-                dataset = _convert_column(dataset, split, flag, column, notes)
-        converted[split] = dataset
-    return converted
+    values = dataset[role][:]
+    numbers = read_numbers(split, values, kind)
+    if kind == "weight" and not any(numbers):
+        raise DataError(
+            f"weight_column is 0 in all {len(dataset)} {split} rows, so there is no mean: "
+            f"{FIX_WEIGHTS}"
+        )
+    note = f"numbers of the {role}s have a decimal comma"
+    if _find_commas(values) and note not in notes:
+        notes.append(note)
+    return replace_column(dataset, role, numbers, Value("float64"))
 
 
-def _convert_column(
-    dataset: Dataset, split: str, flag: str, column: str, notes: list[str]
-) -> Dataset:
-    """Convert a column of a split to float64 if it has Decimals or a decimal comma."""
-    dtype = dataset.features.arrow_schema.field(column).type
-    if pa.types.is_decimal(dtype):
-        return _replace_by_floats(dataset, column, dataset[column][:])
-    if not (pa.types.is_string(dtype) or pa.types.is_large_string(dtype)):
-        return dataset
-    texts = dataset[column][:]
-    rule = f"{flag} must name a column of numbers"
-    cells = ["0" if text is None else text for text in texts]
-    with_comma = [text for text in cells if "," in text]
-    if with_comma:
-        rule += " with a decimal comma"
+def read_numbers(split: str, values: Sequence[Any], kind: str) -> list[float]:
+    """Convert values to floats: ints, floats, Decimals, or texts with a decimal point or comma.
+
+    Args:
+        split: Name of the split, for errors.
+        values: One value per row.
+        kind: What the numbers are, a key of `RULES`.
+
+    Raises:
+        DataError: If a value is not a number, or not finite in float32; if a weight is negative; if
+            the texts have decimal commas and decimal points, or all commas may separate thousands.
+    """
+    rule = RULES[kind]
+    with_comma = _find_commas(values)
+    if with_comma and all(map(_MAY_BE_THOUSANDS.fullmatch, with_comma)):
+        example = with_comma[0]
+        raise DataError(
+            f"{rule}, but the {split} rows have texts such as {example!r}, which may be "
+            f"{example.replace(',', '.')} or {example.replace(',', '')}: write them with a decimal "
+            "point, without separators of thousands."
+        )
+    pattern = _WITH_COMMA if with_comma else _WITH_POINT
+
+    def read(value: Any) -> Any:
+        """Return a Decimal or a text of a number as a float, other values as they are."""
+        if isinstance(value, str) and pattern.fullmatch(value):
+            return float(value.replace(",", "."))
+        return float(value) if isinstance(value, Decimal) else value
+
+    minimum = 0 if kind == "weight" else -MAX_FLOAT32
+    numbers = list(map(read, values))
     check_values(
         split,
-        cells,
-        (_WITH_COMMA if with_comma else _WITH_POINT).fullmatch,
-        rule=rule,
-        remedy=f"Choose another column with --{flag}, or fix these rows.",
+        numbers,
+        lambda value: isinstance(value, int | float) and minimum <= value <= MAX_FLOAT32,
+        rule=f"{rule} (with a decimal comma)" if with_comma else rule,
+        remedy=FIX_WEIGHTS if kind == "weight" else FIX_LABELS,
     )
-    if not with_comma:
-        return dataset
-    if all(map(_MAY_BE_THOUSANDS.fullmatch, with_comma)):
-        example = with_comma[0]
-        as_decimal = example.replace(",", ".")
-        as_thousands = example.replace(",", "")
-        raise DataError(
-            f"{flag} {column!r} has texts such as {example!r} in the {split} rows, which may "
-            f"be {as_decimal} or {as_thousands}: write them with a decimal point, without "
-            "separators of thousands."
-        )
-    note = f"numbers of the column {column!r} have a decimal comma"
-    if note not in notes:
-        notes.append(note)
-    with_point = [None if text is None else text.replace(",", ".") for text in texts]
-    return _replace_by_floats(dataset, column, with_point)
+    return list(map(float, numbers))
 
 
-def _replace_by_floats(dataset: Dataset, column: str, values: list[Any]) -> Dataset:
-    """Replace a column of a dataset by its values as float64; it becomes the last column."""
-    numbers = [None if value is None else float(value) for value in values]
-    return replace_column(dataset, column, numbers, Value("float64"))
+def _find_commas(values: Sequence[Any]) -> list[str]:
+    """Return the texts among values that have a comma."""
+    return [value for value in values if isinstance(value, str) and "," in value]

@@ -8,11 +8,9 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from datasets import DatasetDict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.finetuning.data.checks import check_values, is_number
 from hf_ga.finetuning.data.encoding.collation import collate_ids
 from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
@@ -20,24 +18,6 @@ from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, mak
 TEXT_ROLE = re.compile(r"anchor|positive|negative(_\d+)?")
 # The id of an empty text, see `text_id`.
 NO_TEXT = 0
-
-
-def check_scores(rows: DatasetDict) -> None:
-    """Check the similarity scores of text pairs, in the column `label`, if there is one.
-
-    Args:
-        rows: The rows of all splits.
-
-    Raises:
-        DataError: If a score is not a number that is finite in float32.
-    """
-    rule = "the score of a pair must be a finite number, the higher the more alike"
-    for split, dataset in rows.items():
-        if "label" in dataset.column_names:
-            scores = [
-                int(value) if isinstance(value, bool) else value for value in dataset["label"][:]
-            ]
-            check_values(split, scores, is_number, rule=rule)
 
 
 def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
@@ -62,13 +42,10 @@ def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
     texts = [[text or "" for text in row] for row in values]
     # The anchor and the positive are the first columns.
     has_pair = [bool(row[0].strip() and row[1].strip()) for row in texts]
-    columns, was_truncated = encode_groups(tokenizer, max_length, texts)
+    columns, full = encode_groups(tokenizer, max_length, texts)
     text_ids = [[text_id(text) for text in row] for row in texts]
     columns = {"input_ids": columns["input_ids"], "text_ids": text_ids}
-    samples = make_samples(columns, has_pair, was_truncated)
-    if "label" in rows:
-        samples["label"] = rows["label"]
-    return samples
+    return make_samples(rows, columns, has_pair, full)
 
 
 def text_id(text: str) -> int:
@@ -118,13 +95,5 @@ def names_of_texts(num_texts: int) -> list[str]:
     >>> names_of_texts(4)
     ['anchor', 'positive', 'negative', 'negative_1']
     """
-    return ["anchor", "positive", *names_of_negatives(num_texts - 2)]
-
-
-def names_of_negatives(num_negatives: int) -> list[str]:
-    """Return the names of the negatives in a sample of text pairs, to train embeddings.
-
-    >>> names_of_negatives(3)
-    ['negative', 'negative_1', 'negative_2']
-    """
-    return [f"negative_{i}" if i else "negative" for i in range(num_negatives)]
+    negatives = [f"negative_{i}" if i else "negative" for i in range(num_texts - 2)]
+    return ["anchor", "positive", *negatives]

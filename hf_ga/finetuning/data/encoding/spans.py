@@ -41,23 +41,23 @@ def encode_answers(dataset: Dataset, split: str) -> Dataset:
     values = dataset["answers"][:]
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
     check_values(split, values, lambda value: _read_answers(value) is not None, rule=rule)
-    contexts_and_answers = [
-        (context or "", [(text, start) for text, start in _read_answers(value) if text])
-        for context, value in zip(dataset["context"][:], values, strict=True)
-    ]
+    answers = [[answer for answer in _read_answers(value) if answer[0]] for value in values]
     rule = "answers must be in their contexts at the 0-based character answer_start"
     check_values(
         split,
-        contexts_and_answers,
-        lambda row: all(start >= 0 and row[0].startswith(text, start) for text, start in row[1]),
+        list(zip(dataset["context"][:], answers, strict=True)),
+        lambda row: all(
+            start >= 0 and (row[0] or "").startswith(text, start) for text, start in row[1]
+        ),
         rule=rule,
         remedy="Fix these rows.",
     )
-    texts = [[text for text, _ in answers] for _, answers in contexts_and_answers]
-    starts = [[start for _, start in answers] for _, answers in contexts_and_answers]
     dataset = dataset.remove_columns("answers")
-    dataset = dataset.add_column("answer_texts", texts, feature=List(Value("string")))
-    return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
+    columns = {"answer_texts": "string", "answer_starts": "int64"}
+    for i, (name, dtype) in enumerate(columns.items()):
+        values = [[answer[i] for answer in row] for row in answers]
+        dataset = dataset.add_column(name, values, feature=List(Value(dtype)))
+    return dataset
 
 
 def _read_answers(value: Any) -> list[tuple[str, int]] | None:
@@ -122,8 +122,7 @@ def tokenize_questions(
         (question, context) if question and context else ("", "")
         for question, context in zip(rows["question"], rows["context"], strict=True)
     ]
-    questions = [question for question, _ in texts]
-    contexts = [context for _, context in texts]
+    questions, contexts = map(list, zip(*texts, strict=True))
     if doc_stride is not None and max_length is not None:
         _check_windows(tokenizer, max_length, doc_stride, questions, contexts)
     else:
@@ -142,9 +141,8 @@ def tokenize_questions(
     row_of_sample = np.array(encoded["overflow_to_sample_mapping"])
     windows = np.arange(len(row_of_sample)) - np.searchsorted(row_of_sample, row_of_sample)
     lacks_context = np.bincount(row_of_sample)[row_of_sample] > 1
-    samples = range(len(windows))
-    if doc_stride is None:  # only the first window, which is the truncated context
-        samples = np.flatnonzero(windows == 0).tolist()
+    # Without `doc_stride`, only the first window, which is the truncated context.
+    samples = np.flatnonzero((windows == 0) | (doc_stride is not None)).tolist()
     columns: Rows = {}
     # Per row: whether it has no answer, or its whole answer is in one of its samples.
     is_complete = np.zeros(len(texts), bool)
@@ -158,11 +156,8 @@ def tokenize_questions(
             text = rows["answer_texts"][row][0]
             start = rows["answer_starts"][row][0] + len(text) - len(text.lstrip())
             answer = (start, start + len(text.strip()))
-        answer_tokens = None
-        if answer is not None:
-            answer_tokens = _tokens_of_answer(answer, starts, ends, lacks_context[i])
-        if answer is None or answer_tokens is not None:
-            is_complete[row] = True
+        answer_tokens = answer and _tokens_of_answer(answer, starts, ends, lacks_context[i])
+        is_complete[row] |= answer is None or answer_tokens is not None
         no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
         first_token, last_token = answer_tokens or (no_answer, no_answer)
         sample = {
@@ -201,21 +196,16 @@ def _check_windows(
     num_special = check_room(tokenizer, max_length, is_pair=True)
     full_ids = tokenizer(questions, contexts, verbose=False)["input_ids"]
     question_ids = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
-    # Questions whose contexts need no windows do not count.
-    sizes = {
-        question: len(alone)
-        for question, full, alone in zip(questions, full_ids, question_ids, strict=True)
-        if len(full) > max_length
-    }
-    longest = max(sizes, key=sizes.__getitem__, default="")
-    size = sizes.get(longest, 0)
-    room = max(max_length - num_special - size, 0)
-    if doc_stride >= room:
-        raise ConfigError(
-            f"doc_stride {doc_stride} is not below the {room} tokens that max_length {max_length} "
-            f"leaves for the context besides {num_special} special tokens and the question "
-            f"{longest!r:.60} ({size} tokens): lower doc_stride, or raise max_length."
-        )
+    for question, full, alone in zip(questions, full_ids, question_ids, strict=True):
+        # A question whose context needs no windows does not count.
+        size = len(alone) if len(full) > max_length else 0
+        room = max(max_length - num_special - size, 0)
+        if doc_stride >= room:
+            raise ConfigError(
+                f"doc_stride {doc_stride} is not below the {room} tokens that max_length "
+                f"{max_length} leaves for the context besides {num_special} special tokens and the "
+                f"question {question!r:.60} ({size} tokens): lower doc_stride, or raise max_length."
+            )
 
 
 def _context_characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:

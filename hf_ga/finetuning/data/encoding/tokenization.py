@@ -17,110 +17,85 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError
-from hf_ga.finetuning.data.chat.rendering import (
-    RenderedRow,
-    check_ending,
-    render_rows,
-    special_token_ids,
-)
+from hf_ga.finetuning.data.chat.rendering import RenderedRow, render_rows
 from hf_ga.loading.batches import IGNORED_LABEL
 
 Rows = dict[str, list]
 
 
 def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Tokenize plain texts for a causal language model: each text, then the end-of-text token.
-    Every token except the first is a target.
+    """Tokenize plain texts, conversations, or prompts with completions, for a causal language
+    model. The end-of-text token follows what no chat template wrote.
+
+    The targets are the completions, or all tokens of a plain text; the first token of a sample is
+    none, because nothing predicts it.
 
     Args:
-        rows: A batch of rows by column: `text`.
-        tokenizer: The tokenizer of the model.
+        rows: A batch of rows by column: `text`, or the columns of `chat_columns`.
+        tokenizer: The tokenizer of the model, with offsets unless the rows are plain texts.
         max_length: Maximum number of tokens of a sample. None: no truncation.
 
     Returns:
-        `input_ids`, `length`, `num_targets` and `was_truncated`. Empty texts have no tokens.
-    """
-    texts = [text or "" for text in rows["text"]]
-    encoded = tokenizer(texts, return_special_tokens_mask=True, verbose=False)
-    full = clear_rows_without_content(_add_end_token(encoded["input_ids"], tokenizer), texts)
-    truncated = []
-    for ids, special_tokens_mask in zip(full, encoded["special_tokens_mask"], strict=True):
-        num_prefix = _num_prefix_tokens(ids, special_tokens_mask, tokenizer)
-        truncated.append(truncate(ids, max_length, tokenizer.truncation_side, num_prefix))
-    num_targets = [max(0, len(ids) - 1) for ids in truncated]
-    return make_samples({"input_ids": truncated}, full, _is_shorter(truncated, full), num_targets)
-
-
-def tokenize_completions(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None
-) -> Rows:
-    """Tokenize conversations, or prompts with completions, for a causal language model. The targets
-    are the tokens of the completions.
-
-    Args:
-        rows: A batch of rows by column, the columns of `chat_columns`.
-        tokenizer: The tokenizer of the model, with offsets.
-        max_length: Maximum number of tokens of a sample. None: no truncation.
-
-    Returns:
-        `input_ids`, `length`, `num_targets`, `was_truncated`; `labels`, the ids of the targets, and
-        -100 elsewhere; `notes`, what the chat template omits from each row, one note per line.
+        `input_ids`, `length`, `num_targets` and `was_truncated`. Empty texts have no tokens. Except
+        for plain texts: `labels`, the ids of the targets, and -100 elsewhere; `notes`, what the
+        chat template omits from each row, one note per line.
 
     Raises:
-        ConfigError: If the tokenizer has no offsets.
-        DataError: If a row cannot be rendered (see `render_rows`), or the template never ends a
-            turn of the assistant (see `check_ending`).
+        ConfigError: If a tokenizer that needs offsets has none.
+        DataError: If a row cannot be rendered (see `render_rows`).
     """
-    check_fast(tokenizer)
-    special_ids = special_token_ids(tokenizer)
-    side = tokenizer.truncation_side
-    full: list[list[int]] = []
-    truncated: list[list[int]] = []
-    labels: list[list[int]] = []
-    notes: list[str] = []
-    for row in render_rows(rows, tokenizer):
-        ids, full_labels, num_prefix = _tokenize_rendered(row, tokenizer, special_ids)
-        full.append(ids)
-        truncated.append(truncate(ids, max_length, side, num_prefix))
-        labels.append(truncate(full_labels, max_length, side, num_prefix))
-        notes.append("\n".join(row.notes))
-    # Nothing predicts the first token, so it never counts as a target.
-    num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in labels]
-    columns = {"input_ids": truncated, "labels": labels}
-    samples = make_samples(columns, full, _is_shorter(truncated, full), num_targets)
-    return {**samples, "notes": notes}
-
-
-def _tokenize_rendered(
-    row: RenderedRow, tokenizer: PreTrainedTokenizerBase, special_ids: set[int]
-) -> tuple[list[int], list[int], int]:
-    """Tokenize one rendered conversation, or one prompt with its completion, without truncation."""
+    is_plain = "text" in rows
+    if is_plain:
+        rendered = [RenderedRow(text or "", [], is_templated=False) for text in rows["text"]]
+    else:
+        check_fast(tokenizer)
+        rendered = list(render_rows(rows, tokenizer))
     encoded = tokenizer(
-        row.text,
+        [row.text for row in rendered],
         # A chat template writes special tokens itself.
-        add_special_tokens=not row.is_templated,
-        return_offsets_mapping=True,
+        add_special_tokens=not any(row.is_templated for row in rendered),
+        return_offsets_mapping=not is_plain,
         return_special_tokens_mask=True,
         verbose=False,
     )
-    # An empty text has no tokens, not even special ones.
-    ids = encoded["input_ids"] if row.text else []
-    can_end = tokenizer.eos_token_id is not None
-    adds_end = bool(row.text) and not row.is_templated and can_end
-    if adds_end:
-        ids = _add_end_token([ids], tokenizer)[0]
-    # An end token that was just added has no offsets.
-    starts, ends = _token_characters(encoded["offset_mapping"][: len(ids)])
-    if row.is_templated:
-        check_ending(row, ids, starts, ends, special_ids)
+    eos = tokenizer.eos_token_id
+    side = tokenizer.truncation_side
+    full: list[list[int]] = []
+    columns: Rows = {"input_ids": [], "labels": []}
+    for i, row in enumerate(rendered):
+        # An empty text has no tokens, not even special ones.
+        ids = encoded["input_ids"][i] if row.text else []
+        if row.text and not row.is_templated:
+            ids = _with_end(ids, tokenizer)
+        labels = ids
+        if not is_plain:
+            labels = _labels(row, ids, encoded["offset_mapping"][i], eos)
+        num_prefix = _num_prefix_tokens(ids, encoded["special_tokens_mask"][i], tokenizer)
+        for name, values in (("input_ids", ids), ("labels", labels)):
+            columns[name].append(truncate(values, max_length, side, num_prefix))
+        full.append(ids)
+    num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in columns["labels"]]
+    if is_plain:
+        del columns["labels"]
+    samples = make_samples(rows, columns, full, full, num_targets)
+    return samples if is_plain else {**samples, "notes": ["\n".join(row.notes) for row in rendered]}
+
+
+def _labels(
+    row: RenderedRow,
+    ids: list[int],
+    offsets: Sequence[tuple[int, int]],
+    eos: int | None,
+) -> list[int]:
+    """Return the ids of the tokens that a rendered row has as targets, and -100 elsewhere."""
+    # An end token that was added has no offsets.
+    starts, ends = _token_characters(offsets[: len(ids)])
     is_target = np.zeros(len(ids), bool)
     for start, end in row.targets:
         is_target[: len(starts)] |= (starts < end) & (ends > start) & (ends > starts)
-    if adds_end:
-        is_target[-1] = True
-    labels = np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist()
-    num_prefix = _num_prefix_tokens(ids, encoded["special_tokens_mask"], tokenizer)
-    return ids, labels, num_prefix
+    if not row.is_templated:
+        is_target[-1:] |= ids[-1:] == [eos]
+    return np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist()
 
 
 def tokenize_masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
@@ -158,16 +133,13 @@ def tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
         tokens and no target.
     """
     texts = [[text or "" for text in rows[name]] for name in ("text", "text_pair") if name in rows]
-    encoded, was_truncated = encode(tokenizer, max_length, *texts)
-    has_content = [any(row_texts) for row_texts in zip(*texts, strict=True)]
+    encoded, full = encode(tokenizer, max_length, *texts)
     columns = {"input_ids": encoded["input_ids"]}
     is_pair = len(texts) == 2
     if is_pair and "token_type_ids" in encoded:  # 0 for the first text, 1 for the second
         columns["token_type_ids"] = encoded["token_type_ids"]
-    samples = make_samples(columns, has_content, was_truncated)
-    if "label" in rows:
-        samples["label"] = rows["label"]
-    return samples
+    has_content = [any(row_texts) for row_texts in zip(*texts, strict=True)]
+    return make_samples(rows, columns, has_content, full)
 
 
 def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
@@ -183,16 +155,15 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
         max_length: Maximum number of tokens of a sample. None: no truncation.
 
     Returns:
-        `input_ids`, `length`, `num_targets`, `was_truncated`, and, if the rows have labels,
-        `label`, a list with a label per token. Rows without words have no tokens.
+        `input_ids`, `length`, `num_targets`, `was_truncated`, and `label`, a list with a label per
+        token (the index of its word if the rows have no labels). Rows without words have no tokens.
 
     Raises:
         ConfigError: If the tokenizer has no offsets.
     """
     check_fast(tokenizer)
     words = [row or [] for row in rows["tokens"]]
-    encoded, was_truncated = encode(tokenizer, max_length, words, is_split_into_words=True)
-    # Tags are the words' indices if the rows have none.
+    encoded, full = encode(tokenizer, max_length, words, is_split_into_words=True)
     tags = rows.get("label") or [range(len(row)) for row in words]
     labels = []
     for row_tags, encoding in zip(tags, encoded.encodings, strict=True):
@@ -204,11 +175,9 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
             row_labels.append(IGNORED_LABEL if word in seen else row_tags[word])
             seen.add(word)
         labels.append(row_labels)
-    columns = {"input_ids": encoded["input_ids"]}
-    if "label" in rows:
-        columns["label"] = labels
+    columns = {"input_ids": encoded["input_ids"], "label": labels}
     num_targets = [sum(label != IGNORED_LABEL for label in row) for row in labels]
-    return make_samples(columns, words, was_truncated, num_targets)
+    return make_samples(rows, columns, words, full, num_targets)
 
 
 def tokenize_targets(
@@ -240,22 +209,21 @@ def tokenize_targets(
         return columns
     targets = [text or "" for text in rows["target"]]
     max_target_length = max_target_length or max_length
-    encoded, was_truncated = encode(tokenizer, max_target_length, text_target=targets)
-    target_ids = _add_end_token(encoded["input_ids"], tokenizer, max_target_length)
-    # The end token may have replaced the last token of a text.
-    with_all_tokens = _add_end_token(encoded["input_ids"], tokenizer)
-    lost_last_token = _is_shorter(target_ids, with_all_tokens)
+    encoded, full = encode(tokenizer, max_target_length, text_target=targets)
+    # The end token may replace the last token of a text.
+    labels = [_with_end(ids, tokenizer, max_target_length) for ids in encoded["input_ids"]]
+    full = [_with_end(ids, tokenizer) for ids in full]
     has_content = [
-        bool(target and source_ids)
-        for target, source_ids in zip(targets, columns["input_ids"], strict=True)
+        bool(target and source)
+        for target, source in zip(targets, columns["input_ids"], strict=True)
     ]
-    labels = clear_rows_without_content(target_ids, has_content)
-    lost = zip(columns["was_truncated"], was_truncated, lost_last_token, strict=True)
+    samples = make_samples({}, {"input_ids": labels}, has_content, full)
+    was_truncated = zip(columns["was_truncated"], samples["was_truncated"], strict=True)
     return {
         **columns,
-        "labels": labels,
-        "num_targets": list(map(len, labels)),
-        "was_truncated": list(map(any, lost)),
+        "labels": samples["input_ids"],
+        "num_targets": samples["length"],
+        "was_truncated": list(map(any, was_truncated)),
         "target": targets,
     }
 
@@ -349,8 +317,8 @@ def encode(
     max_length: int | None,
     *texts: list,
     **options: Any,
-) -> tuple[BatchEncoding, list[bool]]:
-    """Tokenize texts, or pairs of texts, with special tokens, and find out which were truncated.
+) -> tuple[BatchEncoding, list[list[int]]]:
+    """Tokenize texts, or pairs of texts, with special tokens.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -359,7 +327,7 @@ def encode(
         options: Other arguments of the tokenizer.
 
     Returns:
-        (the encoded texts; whether each was truncated)
+        (the encoded texts; their token ids without truncation)
 
     Raises:
         ConfigError: If special tokens alone fill a sample.
@@ -373,12 +341,12 @@ def encode(
         verbose=False,
         **options,
     )
-    return encoded, _is_shorter(encoded["input_ids"], full)
+    return encoded, full
 
 
 def encode_groups(
     tokenizer: PreTrainedTokenizerBase, max_length: int | None, *texts: list[list[str]]
-) -> tuple[Rows, list[bool]]:
+) -> tuple[Rows, list[list]]:
     """Tokenize several texts, or pairs of texts, of each row, with special tokens.
 
     Args:
@@ -389,7 +357,7 @@ def encode_groups(
 
     Returns:
         (`input_ids` and, if the tokenizer returns them, `token_type_ids`, each a list per text of
-        each row; whether a text of the row was truncated)
+        each row; the same `input_ids` without truncation)
     """
     size = len(texts[0][0])
 
@@ -398,10 +366,10 @@ def encode_groups(
         return [values[i : i + size] for i in range(0, len(values), size)]
 
     flat_texts = [list(chain.from_iterable(rows)) for rows in texts]
-    encoded, was_truncated = encode(tokenizer, max_length, *flat_texts)
+    encoded, full = encode(tokenizer, max_length, *flat_texts)
     names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
     columns = {name: by_row(encoded[name]) for name in names}
-    return columns, list(map(any, by_row(was_truncated)))
+    return columns, by_row(full)
 
 
 def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> int:
@@ -438,20 +406,16 @@ def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _add_end_token(
-    rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
-) -> list[list[int]]:
-    """Append the end-of-text token to rows of token ids, as most tokenizers of decoders do not."""
+def _with_end(
+    ids: list[int], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> list[int]:
+    """Append the end-of-text token to token ids, as most tokenizers of decoders do not."""
     eos = tokenizer.eos_token_id
+    if eos is None or ids[-1:] == [eos]:
+        return ids
+    num_prefix = int(ids[:1] == [tokenizer.bos_token_id])
     max_other_tokens = max_length - 1 if max_length else max_length
-    ended_rows = []
-    for ids in rows:
-        if eos is not None and ids[-1:] != [eos]:
-            num_prefix = int(ids[:1] == [tokenizer.bos_token_id])
-            ids = truncate(ids, max_other_tokens, tokenizer.truncation_side, num_prefix)
-            ids = [*ids, eos]
-        ended_rows.append(ids)
-    return ended_rows
+    return [*truncate(ids, max_other_tokens, tokenizer.truncation_side, num_prefix), eos]
 
 
 def truncate(row: list[int], max_length: int | None, side: str, num_prefix: int = 0) -> list[int]:
@@ -488,56 +452,45 @@ def _num_prefix_tokens(
     return max(num_added, int(begins_with_bos))
 
 
-def clear_rows_without_content(rows: Sequence[list], contents: Sequence[Any]) -> list[list]:
-    """Replace tokenized rows whose content is empty, and which consist of special tokens only, by
-    empty lists.
-
-    Args:
-        rows: A list per row, such as its token ids.
-        contents: What was tokenized, or whether there was something: empty, "", None or False for a
-            row to clear.
-
-    >>> clear_rows_without_content([[101, 7592, 102], [101, 102]], ["hello", ""])
-    [[101, 7592, 102], []]
-    """
-    return [row if content else [] for row, content in zip(rows, contents, strict=True)]
-
-
-def _is_shorter(truncated: Sequence[list[int]], full: Sequence[list[int]]) -> list[bool]:
-    """Return whether truncation removed tokens, for the token ids of each row of a dataset."""
-    return [len(row) < len(full_row) for row, full_row in zip(truncated, full, strict=True)]
-
-
 def make_samples(
+    rows: Rows,
     columns: Rows,
     contents: Sequence[Any],
-    was_truncated: Sequence[bool],
+    full: Sequence[list],
     num_targets: list[int] | None = None,
 ) -> Rows:
     """Return the columns that tokenized samples of all tasks have.
 
     Args:
+        rows: A batch of rows by column; their `label`, if they have it, is that of the samples.
         columns: `input_ids` and others with a list for each row; with several texts in a row, a
             list for each text.
-        contents: What was tokenized, see `clear_rows_without_content`.
-        was_truncated: Whether truncation removed tokens of a row.
+        contents: What was tokenized, or whether there was something: empty, "", None or False for
+            a row that consists of special tokens only.
+        full: The `input_ids` without truncation.
         num_targets: Number of targets of each row. None: one in each row with content.
 
     Returns:
         The columns, empty for rows without content; `length`, the number of tokens (of the longest
         text); `num_targets`; `was_truncated`.
     """
-    samples = {
-        name: clear_rows_without_content(values, contents) for name, values in columns.items()
-    }
-    lengths = []
-    for ids in samples["input_ids"]:
-        texts = ids if ids and isinstance(ids[0], list) else [ids]
-        lengths.append(max(map(len, texts)))
     has_content = list(map(bool, contents))
+    samples = {"label": rows["label"]} if "label" in rows else {}
+    for name, values in columns.items():
+        samples[name] = [row if has else [] for row, has in zip(values, has_content, strict=True)]
+    lengths = list(map(_lengths, samples["input_ids"]))
+    shorter = [
+        has and sum(of_row) < sum(_lengths(full_row))
+        for has, of_row, full_row in zip(has_content, lengths, full, strict=True)
+    ]
     return {
         **samples,
-        "length": lengths,
+        "length": list(map(max, lengths)),
         "num_targets": num_targets or list(map(int, has_content)),
-        "was_truncated": list(map(all, zip(has_content, was_truncated, strict=True))),
+        "was_truncated": shorter,
     }
+
+
+def _lengths(ids: list) -> list[int]:
+    """Return the number of tokens of each text of a row: one, or several for a list of lists."""
+    return list(map(len, ids)) if ids and isinstance(ids[0], list) else [len(ids)]

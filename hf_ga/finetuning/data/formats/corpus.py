@@ -14,16 +14,12 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_ga.errors import ConfigError, DataError
-
-# The rows are text; only those who want a DatasetDict need datasets.
-if TYPE_CHECKING:
-    from datasets import DatasetDict
 
 SPLITS = ("train", "validation", "test")
 # Special tokens of the corpus's tokenizer, with the ids 0 to 5.
@@ -87,15 +83,15 @@ def split_of(name: str) -> str:
 
 
 @cache
-def stdlib_splits() -> dict[str, list[dict[str, str]]]:
-    """Return the docstrings of the standard library as the splits train, validation and test; see
-    `stdlib_rows` for a row.
+def load_stdlib() -> DatasetDict:
+    """Return the docstrings of the standard library as a `DatasetDict`: the splits train,
+    validation and test with the columns name, package and text; see `stdlib_rows`.
 
     Raises:
         DataError: If a split would have no rows, as with a Python without library sources.
 
-    >>> [*stdlib_splits()]
-    ['train', 'validation', 'test']
+    >>> load_stdlib()["train"].column_names
+    ['name', 'package', 'text']
     """
     rows = list(stdlib_rows())
     splits = {split: [row for row in rows if split_of(row["name"]) == split] for split in SPLITS}
@@ -105,27 +101,10 @@ def stdlib_splits() -> dict[str, list[dict[str, str]]]:
             "this Python seems to lack the sources of its library. Use a Python with them, or "
             "another dataset."
         )
-    return splits
-
-
-@cache
-def load_stdlib() -> "DatasetDict":
-    """Return the embedded corpus as a `DatasetDict`: the splits train, validation and test with
-    the columns name, package and text.
-
-    Raises:
-        DataError: See `stdlib_splits`.
-
-    >>> load_stdlib()["train"].column_names
-    ['name', 'package', 'text']
-    """
-    from datasets import Dataset, DatasetDict
-
-    splits = stdlib_splits()
     return DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()})
 
 
-def load(task: str) -> "DatasetDict":
+def load(task: str) -> DatasetDict:
     """Return the rows of the embedded corpus (`load_stdlib`) with the columns for a task.
 
     - causal-lm, masked-lm: `text`.
@@ -175,13 +154,8 @@ def _case_of(word: str) -> str:
     """
     if word.lower() == word.upper():
         return "none"
-    if word.islower():
-        return "lower"
-    if word.istitle():
-        return "Title"
-    if word.isupper():
-        return "UPPER"
-    return "Mixed"
+    cases = {"lower": word.islower(), "Title": word.istitle(), "UPPER": word.isupper()}
+    return next((tag for tag, is_case in cases.items() if is_case), "Mixed")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedTokenizerFast:
@@ -231,7 +205,7 @@ def load_stdlib_tokenizer() -> PreTrainedTokenizerFast:
     >>> load_stdlib_tokenizer().decode(load_stdlib_tokenizer()("Return the queue.")["input_ids"])
     'Return the queue.'
     """
-    return train_tokenizer(row["text"] for row in stdlib_splits()["train"])
+    return train_tokenizer(load_stdlib()["train"]["text"])
 
 
 def _source_files(folder: Path) -> list[Path]:

@@ -5,10 +5,8 @@ numbers, so the words NA, null, None and nan stay strings, and the type does not
 part of the file was read (except of a stream).
 """
 
-from contextlib import suppress
 from functools import partial
 from glob import escape
-from itertools import islice
 from pathlib import Path
 
 import pandas as pd
@@ -22,9 +20,15 @@ from hf_ga.errors import DataError
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 # The types of a stream's columns are inferred from this many rows.
 NUM_INFERENCE_ROWS = 1000
-# How codes begin, which are not numbers: 007, or more digits than an int64 or a float holds.
-_CODE = r"^[+-]?(0\d|\d{19})"
-_TYPE_NAMES = {"int64": "whole numbers", "float64": "numbers", "bool": "true or false"}
+# Codes, which are no numbers: 007, or more digits than an int64 or a float holds.
+_WHOLE = r"-?(0|[1-9]\d{0,17})"
+_FLOAT = rf"({_WHOLE}(\.\d*)?|-?\.\d+)([eE][+-]?[012]?\d?\d)?"
+# Type -> the name and the pattern of its cells.
+_TYPES = {
+    "int64": ("whole numbers", f"^{_WHOLE}$"),
+    "float64": ("numbers", f"^{_FLOAT}$"),
+    "bool": ("true or false", "(?i)^(true|false)$"),
+}
 
 
 def detect_separator(path: str) -> str:
@@ -116,7 +120,7 @@ def convert_columns(rows: Dataset | IterableDataset) -> Dataset | IterableDatase
         rows: The rows of all files. The columns of a stream are inferred from its first 1,000 rows.
     """
     if isinstance(rows, IterableDataset):
-        table = pa.Table.from_pylist(list(islice(rows, NUM_INFERENCE_ROWS)))
+        table = pa.Table.from_pylist(list(rows.take(NUM_INFERENCE_ROWS)))
     else:
         table = rows.data.table
     dtypes = {}
@@ -138,35 +142,29 @@ def _cast_columns(rows: dict[str, list], dtypes: dict[str, str]) -> dict[str, li
     """Convert the cells of the CSV columns that are numbers or booleans; None stays None."""
     converted = {}
     for name, dtype in dtypes.items():
-        allowed = ("int64", "float64") if dtype == "float64" else (dtype,)
-        cells = pa.array(rows[name], pa.string())
+        cells = _strip(pa.array(rows[name], pa.string()))
+        type_name, pattern = _TYPES[dtype]
         # A later row of a stream may have another type, and a cast would make 7 of 007.
-        if cells.null_count < len(cells) and _infer_type(cells) not in allowed:
-            given = [cell for cell in cells if cell.is_valid]
-            wrong = next(cell for cell in given if _infer_type(pa.array([cell])) not in allowed)
+        others = cells.filter(pc.invert(pc.match_substring_regex(cells, pattern)))
+        if len(others):
             raise DataError(
-                f"the first {NUM_INFERENCE_ROWS:,} rows of a column are {_TYPE_NAMES[dtype]}, but "
-                f"a later one is {wrong.as_py()!r}: fix the row, or read the file without "
-                "streaming, which inspects all rows."
+                f"the first {NUM_INFERENCE_ROWS:,} rows of a column are {type_name}, but a later "
+                f"one is {others[0].as_py()!r}: fix the row, or read the file without streaming, "
+                "which inspects all rows."
             )
-        converted[name] = pc.cast(_without_sign(cells), dtype).to_pylist()
+        converted[name] = pc.cast(cells, dtype).to_pylist()
     return converted
 
 
-def _without_sign(cells: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+def _strip(cells: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
     """Remove white space and a plus sign, which casts do not accept."""
     return pc.replace_substring_regex(pc.utf8_trim_whitespace(cells), r"^\+", "")
 
 
 def _infer_type(cells: pa.Array | pa.ChunkedArray) -> str | None:
     """Return int64, float64 or bool if all cells that are not empty are such; otherwise None."""
-    texts = _without_sign(cells.drop_null().cast(pa.string()))
-    is_code = pc.match_substring_regex(texts, _CODE)
-    if not len(texts) or pc.any(is_code).as_py():
-        return None
-    for dtype in ("int64", "float64"):
-        with suppress(pa.ArrowInvalid):
-            if pc.all(pc.is_finite(pc.cast(texts, dtype))).as_py():  # `nan` stays a string
-                return dtype
-    is_bool = pc.is_in(pc.utf8_lower(texts), pa.array(["true", "false"]))
-    return "bool" if pc.all(is_bool).as_py() else None
+    texts = _strip(cells.drop_null().cast(pa.string()))
+    for dtype, (_, pattern) in _TYPES.items():
+        if len(texts) and pc.all(pc.match_substring_regex(texts, pattern)).as_py():
+            return dtype
+    return None

@@ -1,20 +1,23 @@
 """JSON files that are one object instead of one row per line: rows under a key, splits as keys, and
 the formats that pandas' `to_json` writes.
 
-`datasets` would read such a file as a single row. Its rows are written again as JSON lines, into
-the cache of `datasets`, which then reads them as it reads any other file.
+`datasets` would read such a file as a single row.
+
+Dates in JSON files stay texts. pyarrow, with which `datasets` reads JSON, converts strings that are
+ISO 8601 dates to timestamps if all strings of a column (or of a block of about 10 MB of the file)
+are dates. "2024-01-02" would become a `datetime`, or the string "2024-01-02 00:00:00" where other
+blocks have other texts.
 """
 
 import gzip
 import json
-import os
-import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from hashlib import sha256
+import re
+from collections.abc import Collection, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, TextIO
 
-import datasets
+from datasets import Dataset
 
 from hf_ga.errors import DataError
 
@@ -34,51 +37,59 @@ SPLIT_NAMES = {
 }
 # Keys that every message of a conversation has: in OpenAI's format, and in ShareGPT's.
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
+_DATE = re.compile(r'"\s*\d{4}-\d\d-\d\d')  # how the string of a date begins
+# With newer versions of `datasets`, the items of a column may have different types.
+_HAS_MIXED = "on_mixed_types" in signature(Dataset.from_dict).parameters
+_MIXED: dict[str, Any] = {"on_mixed_types": "use_json"} if _HAS_MIXED else {}
 
 
-def convert_to_json_lines(path: str, field: str | None) -> tuple[dict[str | None, str], str | None]:
-    """Write the rows of a JSON file that is one object as JSON lines, a file for each split, into
-    the cache of `datasets`. Files that `datasets` reads itself are not converted.
+def read_document(
+    path: str, field: str | None, *, streaming: bool = False
+) -> tuple[dict[str | None, Dataset], str | None] | None:
+    """Read the rows of a JSON file that is one object, or that has dates.
 
     Args:
         path: The JSON file, optionally compressed (.gz).
         field: Key of the rows, with dots for nested keys. None: search for the rows.
+        streaming: Do not read dates; a column of them in a stream is refused where it is used.
 
     Returns:
-        (split -> file of JSON lines; a line for the log, which says where the rows were found).
-        The split is None if the file does not name splits. For a file that is a list of rows, or
-        has one row per line: ({None: path}, None).
+        (split -> rows; a line for the log, which says where the rows were found). The split is None
+        if the file does not name splits. None for a file that `datasets` can read: one with a list
+        of rows, or with one row per line.
 
     Raises:
         DataError: If there are no rows under `field`, or rows under more than one key.
 
     Example:
-        files, note = convert_to_json_lines("rows.json", None)  # {"data": [{"text": "a"}, ...]}
-        print(files[None], note)  # a file of the cache; rows.json: rows under the key `data`
+        splits, note = read_document("rows.json", None)  # {"data": [{"text": "a"}, ...]}
+        print(splits[None], note)  # a dataset; rows.json: rows under the key `data`
     """
     file = Path(path)
     # In .jsonl and .ndjson files, a single line is a row.
     line_is_row = field is None and ".json" not in file.suffixes
     document = _read_single_object(file, line_is_row)
-    if document is None and field is not None:
-        raise DataError(
-            f"field {field} names a key of a JSON file that is one object, but {path} has one row "
-            "per line or is a list of rows: omit field."
-        )
-    found = None
     if field is not None:
         found = _rows_under_field(document, field, path)
-    elif document is not None:
-        found = _find_rows(document, path)
-    if found is None:
-        return {None: path}, None
-    rows_by_split, description = found
-    files = {
-        split: _write_json_lines(rows, file.name.partition(".")[0])
-        for split, rows in rows_by_split.items()
-        if rows
-    }
-    return files, f"{file.name}: {description}"
+    else:
+        found = _find_rows(document, path) if document else None
+    if found is not None:
+        rows_by_split, description = found
+        splits = {split: to_dataset(rows) for split, rows in rows_by_split.items() if rows}
+        return splits, f"{file.name}: {description}"
+    if document:
+        return {None: to_dataset([document])}, None
+    with open_json(path) as lines:
+        if streaming or not any(map(_DATE.search, lines)):
+            return None
+    return {None: to_dataset(_read_rows(path))}, None
+
+
+def to_dataset(rows: Sequence[Row]) -> Dataset:
+    """Make a dataset of rows, some of which may lack keys or have values of other types."""
+    # Not `Dataset.from_list`, which takes the names of columns from the first row.
+    names = dict.fromkeys(name for row in rows for name in row)
+    return Dataset.from_dict({name: [row.get(name) for row in rows] for name in names}, **_MIXED)
 
 
 def open_json(path: str | Path) -> TextIO:
@@ -89,29 +100,29 @@ def open_json(path: str | Path) -> TextIO:
 
 def _read_single_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:
     """Read a JSON file if its whole content is one object."""
-    try:
-        with open_json(path) as file:
-            lines = (line.lstrip() for line in file if line.strip())
-            first_line = next(lines, "")
-            if first_line.startswith("null"):  # which would crash the process in pyarrow's reader
-                raise DataError(
-                    f"the file {path} begins with `null` instead of a row: remove that line."
-                )
-            if not first_line.startswith("{"):
-                return None
-            try:
-                row = json.loads(first_line)
-            except json.JSONDecodeError:  # an object that spans several lines
-                return json.loads(first_line + file.read())
-            return None if line_is_row or any(lines) else row
-    except DataError:
-        raise
-    except (ValueError, OSError, EOFError, zlib.error):
-        return None
+    with open_json(path) as file:
+        lines = (line.lstrip() for line in file if line.strip())
+        first_line = next(lines, "")
+        if first_line.startswith("null"):  # which would crash the process in pyarrow's reader
+            raise DataError(
+                f"the file {path} begins with `null` instead of a row: remove that line."
+            )
+        if not first_line.startswith("{"):
+            return None
+        try:
+            row = json.loads(first_line)
+        except json.JSONDecodeError:  # an object that spans several lines
+            return json.loads(first_line + file.read())
+        return None if line_is_row or any(lines) else row
 
 
-def _rows_under_field(document: Mapping[str, Any], field: str, path: str) -> FoundRows:
+def _rows_under_field(document: Mapping[str, Any] | None, field: str, path: str) -> FoundRows:
     """Return the rows under the key that the option `field` names."""
+    if document is None:
+        raise DataError(
+            f"field {field} names a key of a JSON file that is one object, but {path} has one row "
+            "per line or is a list of rows: omit field."
+        )
     value: Any = document
     for key in field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -128,14 +139,11 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
     """Find the rows in the content of a JSON file that is one object: by keys that name splits, in
     a format of pandas, or under the only key with a list of objects.
     """
-    messages = [value[0] for value in document.values() if _is_list_of(dict, value)]
-    if any(keys <= message.keys() for message in messages for keys in _MESSAGE_KEYS):
+    lists = {key: value for key, value in document.items() if _is_list_of(dict, value)}
+    if any(keys <= rows[0].keys() for rows in lists.values() for keys in _MESSAGE_KEYS):
         return None  # a conversation
     splits = {key: _to_rows(document[key]) for key in document if key in SPLIT_NAMES}
-    has_training_rows = any(splits[key] for key in splits if SPLIT_NAMES[key] == "train")
-    lists = dict(_lists_of_objects(document))
-    others = [key for key in lists if key.partition(".")[0] not in splits]
-    if has_training_rows or (any(splits.values()) and not others):
+    if any(splits.values()):
         rows_by_split = _rows_by_split(splits, path)
         description = f"splits under the keys {', '.join(splits)}"
         return rows_by_split, description + _not_used(document, splits)
@@ -150,14 +158,7 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
     if lists:
         ((key, rows),) = lists.items()
         description = f"rows under the key `{key}`"
-        return {None: rows}, description + _not_used(document, [key.partition(".")[0]])
-    if _is_dict_of_dicts(document) and len(document) > 1:
-        first_keys = ", ".join(list(document)[:5])
-        raise DataError(
-            f"{path} is one JSON object of objects, and neither its keys ({first_keys}) nor "
-            "theirs are row numbers, so rows and columns cannot be told apart: write it with "
-            "to_json(orient='records')."
-        )
+        return {None: rows}, description + _not_used(document, lists)
     return None
 
 
@@ -205,17 +206,17 @@ def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
     # pandas' format "split": {"columns": [...], "index": [...], "data": [[...], ...]}
     if isinstance(document.get("columns"), list) and _is_list_of(list, document.get("data")):
         return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
-    if _is_dict_of_dicts(document):
-        has_row_numbers_inside = all(map(str.isdecimal, next(iter(document.values()))))
+    columns = list(document.values())
+    if columns and all(isinstance(column, dict) and column for column in columns):
+        has_row_numbers_inside = all(map(str.isdecimal, columns[0]))
         has_row_numbers_outside = all(map(str.isdecimal, document))
-        if has_row_numbers_inside == has_row_numbers_outside:
+        have_same_keys = all(column.keys() == columns[0].keys() for column in columns)
+        if has_row_numbers_inside == has_row_numbers_outside or not have_same_keys:
             return None
         if has_row_numbers_outside:  # {row number: row}
-            return list(document.values())
+            return columns
         # {column: {row number: cell}}
-        numbers = next(iter(document.values()))
-        return [{name: column[i] for name, column in document.items()} for i in numbers]
-    columns = list(document.values())
+        return [{name: column[i] for name, column in document.items()} for i in columns[0]]
     if columns and all(isinstance(column, list) and column for column in columns):
         has_objects = any(isinstance(cell, dict) for column in columns for cell in column)
         have_same_length = len(set(map(len, columns))) == 1
@@ -224,46 +225,20 @@ def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
     return None
 
 
-def _is_dict_of_dicts(document: Mapping[str, Any]) -> bool:
-    """Return whether all values of a JSON object are non-empty objects with the same keys, as in
-    pandas' formats by column or by row; False for an empty object.
-    """
-    values = list(document.values())
-    if not values or not all(isinstance(value, dict) and value for value in values):
-        return False
-    return all(value.keys() == values[0].keys() for value in values)
-
-
-def _lists_of_objects(
-    document: Mapping[str, Any], parent_key: str = ""
-) -> Iterator[tuple[str, list]]:
-    """Yield (key, list) for each list of objects in a JSON object, also in nested objects, whose
-    keys are joined by dots.
-    """
-    for key, value in document.items():
-        if _is_list_of(dict, value):
-            yield parent_key + key, value
-        elif isinstance(value, dict):
-            yield from _lists_of_objects(value, f"{parent_key}{key}.")
-
-
 def _is_list_of(item_type: type, value: Any) -> bool:
     """Return whether a JSON value is a non-empty list whose items all have the given type."""
     is_list = isinstance(value, list) and bool(value)
     return is_list and all(isinstance(item, item_type) for item in value)
 
 
-def _write_json_lines(rows: Sequence[Row], name: str) -> str:
-    """Write rows as JSON lines into the cache of `datasets`, unless a file with the same content is
-    there.
+def _read_rows(path: str) -> list[Row]:
+    """Read a JSON file of one row per line, or with a list of objects or strings, by Python's JSON
+    reader, which does not convert dates.
     """
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_ga"
-    file = folder / f"{name}-{sha256(content).hexdigest()[:16]}.jsonl"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        # Other processes may write the same file, so each writes its own and renames it.
-        partial = file.with_suffix(f".{os.getpid()}.partial")
-        partial.write_bytes(content)
-        partial.replace(file)
-    return str(file)
+    with open_json(path) as file:
+        lines = [line for line in file if line.strip()]
+    if not lines[0].lstrip().startswith("["):
+        return list(map(json.loads, lines))
+    rows = json.loads("".join(lines))
+    # As `datasets` does with a list of strings.
+    return [{"text": row} if isinstance(row, str) else row for row in rows]

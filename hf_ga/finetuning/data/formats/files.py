@@ -2,21 +2,27 @@
 while it reads into one-line errors.
 """
 
-import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel, concatenate_datasets, load_dataset, load_dataset_builder
+from datasets import (
+    ClassLabel,
+    Dataset,
+    IterableDataset,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+    load_dataset_builder,
+)
 from datasets.packaged_modules.json.json import JsonConfig
 from datasets.utils import logging
 
 from hf_ga.errors import DataError, HfGaError
-from hf_ga.finetuning.data.formats.dates import with_dates_as_texts
 from hf_ga.finetuning.data.formats.delimited import convert_columns, load_delimited
-from hf_ga.finetuning.data.formats.documents import convert_to_json_lines
+from hf_ga.finetuning.data.formats.documents import read_document
 
 # Extension -> type of a file, which is the name of its builder in `datasets`.
 FILE_TYPES = {
@@ -30,7 +36,8 @@ FILE_TYPES = {
     ".parquet": "parquet",
 }
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-MAX_POINTER_BYTES = 1024  # by the specification of git-lfs
+# Seed of mixed datasets. Not the run's seed, so that runs with different seeds have the same rows.
+MIX_SEED = 0
 # Type of a file -> options of its builder in `datasets`.
 BUILDER_OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"encoding": "utf-8-sig"},  # a byte order mark is not part of the first text
@@ -98,7 +105,7 @@ def load_splits(
             parts.setdefault(name or split, []).append((path, rows))
         if note is not None and note not in notes:
             notes.append(note)
-    splits = {name: _concatenate(of_split) for name, of_split in parts.items()}
+    splits = {name: join(of_split) for name, of_split in parts.items()}
     if file_type == "csv":
         return {name: convert_columns(rows) for name, rows in splits.items()}
     return splits
@@ -156,13 +163,10 @@ def load_folder(
     file_types = {_file_type(Path(path)) for paths in files_by_split.values() for path in paths}
     if not file_types or not file_types <= {"csv", "json", "text"}:
         return None
-    if set(map(str, files_by_split)) == {"train"}:  # a JSON file may contain all splits
-        (paths,) = files_by_split.values()
-        return load_splits(paths, streaming=streaming, notes=notes)
-    return {
-        str(split): load_files(paths, str(split), streaming=streaming, notes=notes)
-        for split, paths in files_by_split.items()
-    }
+    splits = {}
+    for split, paths in files_by_split.items():  # a JSON file may contain all splits
+        splits |= load_splits(paths, split=str(split), streaming=streaming, notes=notes)
+    return splits
 
 
 def _common_file_type(files: Sequence[str], paths: Sequence[str]) -> str:
@@ -183,9 +187,6 @@ def _common_file_type(files: Sequence[str], paths: Sequence[str]) -> str:
         if path.stat().st_size == 0:
             raise DataError(f"the file {path} is empty.")
         _check_no_lfs_pointer(path)
-        with path.open("rb") as content:
-            if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
         name_of_type.setdefault(file_type, path.name)
     if len(name_of_type) > 1:
         found = ", ".join(f"{name} ({file_type})" for file_type, name in name_of_type.items())
@@ -205,27 +206,38 @@ def _load_file(
     if file_type == "csv":
         rows, note = load_delimited(path, streaming=streaming)
         return {None: rows}, note
-    path_by_split: dict[str | None, str] = {None: path}
-    note = None
+    document = None
     if file_type == "json":
-        path_by_split, note = convert_to_json_lines(path, field)
-    rows_by_split = {}
-    for split, split_path in path_by_split.items():
-        rows = load_dataset(
-            file_type,
-            data_files=escape(split_path),  # `datasets` would read wildcards as a pattern
-            split="train",
-            streaming=streaming,
-            **BUILDER_OPTIONS.get(file_type, {}),
-        )
-        if file_type == "json":
-            rows = with_dates_as_texts(rows, split_path)
-        rows_by_split[split] = rows
-    return rows_by_split, note
+        document = read_document(path, field, streaming=streaming)
+    if document is not None:
+        rows_by_split, note = document
+        return to_streams(rows_by_split) if streaming else rows_by_split, note
+    rows = load_dataset(
+        file_type,
+        data_files=escape(path),  # `datasets` would read wildcards as a pattern
+        split="train",
+        streaming=streaming,
+        **BUILDER_OPTIONS.get(file_type, {}),
+    )
+    return {None: rows}, None
 
 
-def _concatenate(parts: Sequence[tuple[str, Any]]) -> Any:
-    """Concatenate the rows of files, (name, rows), with the columns and types of the first file."""
+def to_streams(splits: Mapping[Any, Dataset]) -> dict[Any, IterableDataset]:
+    """Return the splits of a dataset as streams."""
+    return {split: rows.to_iterable_dataset() for split, rows in splits.items()}
+
+
+def join(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None = None) -> Any:
+    """Concatenate the rows of files or datasets, or mix them at random by weights, with the columns
+    and types of the first.
+
+    Args:
+        parts: (name of the file or dataset, its rows or stream) of each.
+        weights: Proportions of the parts in the mix, which ends with the last row of any part.
+
+    Raises:
+        DataError: If one has other columns than the first, or values or classes that do not fit.
+    """
     if len(parts) == 1:
         return parts[0][1]
     features = parts[0][1].features
@@ -240,7 +252,14 @@ def _concatenate(parts: Sequence[tuple[str, Any]]) -> Any:
                     _check_same_classes(parts[0], (name, rows))
                     rows = rows.cast(features)
             all_rows.append(rows)
-        return concatenate_datasets(all_rows)
+        if weights is None:
+            return concatenate_datasets(all_rows)
+        return interleave_datasets(
+            all_rows,
+            probabilities=[weight / sum(weights) for weight in weights],
+            seed=MIX_SEED,
+            stopping_strategy="first_exhausted",
+        )
 
 
 def _check_same_classes(first: tuple[str, Any], other: tuple[str, Any]) -> None:
@@ -261,22 +280,12 @@ def _check_no_lfs_pointer(path: Path) -> None:
     """Check that a file of a dataset is not a pointer of git-lfs, which stands for data that was
     not fetched.
     """
-    if path.stat().st_size > MAX_POINTER_BYTES:
-        return
-    content = path.read_bytes()
-    if content.startswith(LFS_POINTER):
-        size = content.decode(errors="replace").partition("size ")[2].split()[:1]
-        raise DataError(
-            f"the file {path} is a git-lfs pointer to data of {''.join(size) or 'unknown'} bytes, "
-            "not the data itself: fetch it with `git lfs pull`."
-        )
-
-
-def columns_of(rows: Any) -> list[str]:
-    """Return the column names of a dataset or a stream; of a stream without known columns, those of
-    its first row (none if it has no rows).
-    """
-    return rows.column_names or list(next(iter(rows), ()))
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise DataError(
+                f"the file {path} is a git-lfs pointer, not the data itself: fetch it with "
+                "`git lfs pull`."
+            )
 
 
 def check_same_columns(parts: Sequence[tuple[str, Any]]) -> None:
@@ -289,7 +298,8 @@ def check_same_columns(parts: Sequence[tuple[str, Any]]) -> None:
     Raises:
         DataError: If one of them has other columns than the first.
     """
-    columns = [(name, sorted(columns_of(rows))) for name, rows in parts]
+    # Of a stream without known columns, those of its first row.
+    columns = [(name, sorted(rows.column_names or next(iter(rows), ()))) for name, rows in parts]
     others = [(name, names) for name, names in columns if names != columns[0][1]]
     if others:
         listed = "; ".join(

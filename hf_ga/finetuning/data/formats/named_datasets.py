@@ -7,30 +7,22 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from datasets import (
-    DatasetDict,
-    Value,
-    concatenate_datasets,
-    interleave_datasets,
-    load_dataset,
-    load_from_disk,
-)
+from datasets import DatasetDict, load_dataset, load_from_disk
 
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data.formats import corpus
 from hf_ga.finetuning.data.formats.files import (
-    check_same_columns,
     is_file,
+    join,
     load_folder,
     load_splits,
+    to_streams,
     wrap_read_errors,
 )
 from hf_ga.finetuning.data.options import DataOptions, as_list
 
 # The name of the embedded corpus, the default of `dataset_name`.
 EMBEDDED_CORPUS = "stdlib"
-# Seed of mixed datasets. Not the run's seed, so that runs with different seeds have the same rows.
-MIX_SEED = 0
 
 
 def load_named_datasets(options: DataOptions, notes: list[str] | None) -> dict[str, Any]:
@@ -73,7 +65,7 @@ def load_named_datasets(options: DataOptions, notes: list[str] | None) -> dict[s
         parts = [(name, splits[split]) for name, splits in loaded if split in splits]
         weights = options.dataset_weights if split == "train" else None
         if parts:
-            joined[split] = _concatenate_or_mix(parts, weights)
+            joined[split] = join(parts, weights)
     return joined
 
 
@@ -88,14 +80,10 @@ def _check_options_of_names(names: list[str], options: DataOptions) -> None:
     """
     hub_ids = list(filter(_is_hub_id, names))
     num_configs = len(as_list(options.dataset_config_name))
-    if num_configs and not hub_ids:
-        raise ConfigError(
-            f"dataset_config_name applies to hub datasets only, not to {', '.join(names)}: omit it."
-        )
     if num_configs not in (0, min(1, len(hub_ids)), len(hub_ids)):
         raise ConfigError(
-            f"dataset_config_name has {num_configs} values for {len(hub_ids)} hub datasets "
-            f"({', '.join(hub_ids)}): give one for each, or one for all."
+            f"dataset_config_name has {num_configs} values for {len(hub_ids)} hub datasets among "
+            f"{', '.join(names)}: give one for each, or one for all, or omit it."
         )
     weights = options.dataset_weights or [1.0] * len(names)
     if len(weights) != len(names) or not all(0 < weight < inf for weight in weights):
@@ -127,42 +115,13 @@ def _load_splits_of(
     if name == EMBEDDED_CORPUS:
         return corpus.load(options.task)
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        if options.streaming:
-            raise DataError(
-                f"dataset_name {name} was saved by `save_to_disk` and is memory-mapped anyway: "
-                "omit streaming."
-            )
         with wrap_read_errors(name):
             loaded = load_from_disk(path)
-        return loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
+        splits = loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
+        return to_streams(splits) if options.streaming else splits
     if path.is_dir() and config_name is None:
         splits = load_folder(path, streaming=options.streaming, notes=notes)
         if splits is not None:
             return splits
     with wrap_read_errors(name):
         return load_dataset(name, config_name, streaming=options.streaming)
-
-
-def _concatenate_or_mix(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None) -> Any:
-    """Concatenate the rows of several datasets (or streams), or mix them at random by weights."""
-    names = [name for name, _ in parts]
-    all_rows = [rows for _, rows in parts]
-    if len(parts) == 1:
-        return all_rows[0]
-    with wrap_read_errors(", ".join(names)):
-        check_same_columns(parts)
-        # `datasets` reads the texts of CSV files as `large_string`, which cannot be concatenated
-        # with `string`.
-        for i, rows in enumerate(all_rows):
-            for column, feature in (rows.features or {}).items():
-                if feature == Value("large_string"):
-                    all_rows[i] = all_rows[i].cast_column(column, Value("string"))
-        if weights is None:
-            return concatenate_datasets(all_rows)
-        shares = [weight / sum(weights) for weight in weights]
-        return interleave_datasets(
-            all_rows,
-            probabilities=shares,
-            seed=MIX_SEED,
-            stopping_strategy="first_exhausted",
-        )
