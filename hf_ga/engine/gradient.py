@@ -58,7 +58,6 @@ class WindowGradient:
             it is the mean of the micro-batches' losses, weighted by the first one's divisors.
         must_repeat: Why the window must be computed once more, or None.
         is_misread: Whether that is because its terms were read in a way that will change.
-        is_rehearsal_misread: Whether those of the rehearsal were, but no others.
         has_other_keys: Whether its terms, but not their number, are other ones because of speed-ups
             that were given up.
         must_pad: Whether it must be padded to its longest sample then.
@@ -116,7 +115,6 @@ class WindowGradient:
         self.failure: Exception | None = None
         self.must_repeat: str | None = None
         self.is_misread = False
-        self.is_rehearsal_misread = False
         self.has_other_keys = False
         self.must_pad = False
         self.must_look = False
@@ -178,8 +176,8 @@ class WindowGradient:
             stack_sizes=self.stack_sizes,
             with_switched_off=True,
         )
-        if self.stack_sizes.num_changed != num_changed:
-            self._read_otherwise()
+        if self.stack_sizes.num_changed != num_changed and self.num_backwards:
+            self.repeat_misread("what the loss stacks was found to be no losses of samples")
         keys = self._keys_of(terms)
         return [
             Reading(
@@ -317,34 +315,10 @@ class WindowGradient:
         pairs = [(a, b) for a, b in zip(now, self._shown, strict=True) if b is not None]
         return any(a is not shown or shown._version != version for a, (shown, version) in pairs)
 
-    def _read_otherwise(self) -> None:
-        """Note that the losses so far were read in another way than the one that is read now."""
-        if self.num_backwards:
-            self.repeat_misread("what the loss adds up was found to be something else")
-        else:
-            self.is_rehearsal_misread = True
-
     def repeat_misread(self, reason: str) -> None:
         """Let the window be computed once more, because its terms will be read in another way."""
         self.must_repeat = reason
         self.is_misread = True
-
-    def join_terms(self, first: TermKey, second: TermKey) -> bool:
-        """Let two keys mean one term of the loss, which different layers compute.
-
-        Returns:
-            Whether the window goes on with one key, as nothing was added so far, and no other rank
-            has other keys. Otherwise it must be computed again.
-        """
-        self.same_terms.join(first, second)
-        if self.num_backwards or self.backend.num_processes > 1:
-            self.must_repeat = "one term of the loss was computed by different layers"
-            return False
-        key_of = self.same_terms.key_of
-        self.grouping.rename(key_of)
-        self.sums.drop_groups()
-        self.readings = [replace(r, key=key_of(r.key)) for r in self.readings]
-        return True
 
     def begin_again_if_zeroed(self) -> None:
         """Begin a window by hand again if the loop has set the gradients that `show` set to zero,
@@ -753,7 +727,7 @@ class WindowGradient:
         for of_rank in self.backend.gather_objects(own):
             known = {own_keys[name]: pairs for name, pairs in of_rank.items() if name in own_keys}
             if self.stack_sizes.merge(known):
-                self.repeat_misread("what the loss adds up was found to be something else")
+                self.repeat_misread("what the loss stacks was found to be no losses of samples")
         self._num_merged_pairs = self.stack_sizes.num_pairs
 
     def _merge_same_terms(self) -> None:

@@ -458,16 +458,10 @@ class WindowEngine:
             if self._router.counts_padding and not self._request.pad_to_window:
                 self.gradient.must_pad = True
                 self.gradient.needs_padding = True
-        if self.gradient.is_rehearsal_misread:
-            self._give_up_misread_rehearsal()
-        if self._rehearsal is not None and not slot.is_filler:
-            while self._compare(loss, readings):
-                key_of = self.gradient.same_terms.key_of
-                self._rehearsal.rename(key_of)
-                self.looks.rename(key_of)
-                readings = [replace(reading, key=key_of(reading.key)) for reading in readings]
         self.looks.note(loss, readings, slot, is_keyed=not self.draw_check.has_unkeyed)
         self._note_samples(loss, readings)
+        if self._rehearsal is not None and not slot.is_filler:
+            self._compare(loss, readings)
         # What a sharded model keeps would be reduced together with the part.
         sync = partial(self._sync, is_last=is_last or self._router is not None)
         is_kept = retain_graph or part is not None
@@ -488,17 +482,6 @@ class WindowEngine:
             self.gradient.sums.end_micro_batch()
         self.draws.after_backward()
         self._weight_check.note()
-
-    def _give_up_misread_rehearsal(self) -> None:
-        """Compute the window again, whose rehearsal was read in another way. A loop by hand cannot
-        be given it again: the next windows are rehearsed, too.
-        """
-        self.gradient.is_rehearsal_misread = False
-        if self._goes_on:
-            self.drop_rehearsal()
-            self.looks.forget_terms()
-        else:
-            self.gradient.repeat_misread("its rehearsal was found to be read in another way")
 
     def _switched_on(self, readings: Sequence[Reading]) -> list[Reading]:
         """Return the readings whose factor is not 0; the gradient is told of the others."""
@@ -552,17 +535,14 @@ class WindowEngine:
             return None if part is None else part * 0
         return None
 
-    def _compare(self, loss: Tensor, readings: Sequence[Reading]) -> bool:
+    def _compare(self, loss: Tensor, readings: Sequence[Reading]) -> None:
         """Record the samples of a rehearsal, or compare those of the window with it: refuse a
         gradient of a sample that differs in other company.
-
-        Returns:
-            Whether two terms became one, so that it must be compared again.
         """
         if self.draw_check.has_unkeyed:
             self._warnings.once(WITHOUT_REHEARSAL)
             self.drop_rehearsal()  # it does not repeat them
-            return False
+            return
         rehearsal = self._rehearsal
         positions = self.slot.micro_batch.positions.tolist()
         widths = widths_of(self.slot.micro_batch.batch)
@@ -575,34 +555,36 @@ class WindowEngine:
             rehearsal.record(
                 footprints, data_readings, self.num_adds, self.draws.num_reclassified, positions
             )
-            return False
+            return
         if rehearsal.num_reclassified != self.draws.num_reclassified:
             # Draws of the rehearsal, and of what was added, were keyed otherwise.
             if self.gradient.num_backwards or not self._goes_on:
                 self.gradient.must_repeat = "the dims of random numbers with samples were found"
             self._rehearsal = Rehearsal()
-            return False
+            return
         names = {reading.key: reading.name for reading in readings}
         for key, function in choices & rehearsal.choices:
             raise chosen_among_samples(names[key], function)
         rehearsal.widths_now = widths
         same = rehearsal.same_term(footprints, data_readings, self.num_adds)
         if same is not None and not self.gradient.same_terms.are_two(*same):
-            return self.gradient.join_terms(*same)
+            self.gradient.same_terms.join(*same)
+            self.gradient.must_repeat = "one term of the loss was computed by different layers"
+            return
         missing = rehearsal.missing_term(footprints, data_readings, self.num_adds, positions)
         difference = rehearsal.difference(footprints)
         if rehearsal.has_other_width:
             self._terms_in_two_widths |= rehearsal.terms_with_gradient
         if missing is None and difference is None:
             self._try_padding()
-            return False
+            return
         self.check_weights()  # names what changes, if that is the cause
         # A loop by hand cannot be given the window again, which helps if widths differ.
         can_help = not self._goes_on or rehearsal.has_other_width
         if can_help and not self._request.pad_to_window:
             self.gradient.must_pad = True
             self.gradient.needs_padding = True
-            return False
+            return
         if missing is not None:
             raise computed_in_two_ways(missing)
         backward_code = self._recorder.backward_code.below([loss.grad_fn]).names

@@ -64,6 +64,22 @@ def undivided_sum(node: Node) -> LossNotAdditive:
     )
 
 
+def samples_or_heads(node: Node, number: int, num_samples: int) -> LossNotAdditive:
+    """Return the error for a mean of means that may be of single samples or of all of them.
+
+    Args:
+        node: The node of the first mean.
+        number: How many means there are.
+        num_samples: Number of samples of the micro-batch.
+    """
+    return LossNotAdditive(
+        f"the loss is the mean of {number} means of the same kind ({node.name()}) in a micro-batch "
+        f"of {num_samples} samples: they may be the losses of these samples, or as many losses of "
+        "all of them. Use another micro-batch size, or pass a sum and its number of targets: "
+        "accelerator.backward(sum, num_targets=n)."
+    )
+
+
 def product_of_two(node: Node) -> LossNotAdditive:
     """Return the error for a product of two losses."""
     what = "a product of two quantities that both need gradients"

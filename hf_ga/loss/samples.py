@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from hf_ga.errors import LossNotAdditive
 from hf_ga.loss.nodes.saved import Number
-from hf_ga.loss.refusals import undivided_sum
-from hf_ga.loss.stacks import StackSizes, sizes_follow_samples
+from hf_ga.loss.refusals import samples_or_heads, undivided_sum
+from hf_ga.loss.stacks import StackSizes, are_apart, sizes_follow_samples
 from hf_ga.loss.terms import Term
 
 Found = tuple[Term, Number | None]
@@ -54,44 +53,28 @@ def _are_samples(
     factors = [term.factor for term, _ in group]
     if all(isinstance(factor, float) for factor in factors) and len(set(factors)) > 1:
         return False
-    if len(group) == 1 and key not in stack_sizes.pairs:  # a plain loss
-        if num_samples == 1:
-            stack_sizes.single.add(key)
-        return False
+    if len(group) == 1 and key not in stack_sizes.pairs:
+        return False  # a plain loss
     if not sizes_follow_samples(key, num_samples, len(group), stack_sizes):
         return False
-    is_certain = len(stack_sizes.pairs[key]) > 1 or key in stack_sizes.single
+    is_certain = len(stack_sizes.pairs[key]) > 1
     if divisor is None and is_certain:
         raise undivided_sum(first.node)
     if is_certain:
-        if key in stack_sizes.undecided:
-            stack_sizes.undecided.remove(key)
-            stack_sizes.num_changed += 1
         return True
-    if divisor is None or (isinstance(divisor, float) and divisor % len(group)):
+    if divisor is None or (isinstance(divisor, float) and divisor != len(group)):
         return False
-    if len(group) > 2:
+    if len(group) > 2 and (stack_sizes.may_change or are_apart(t.divisor for t, _ in group)):
         return True
-    if stack_sizes.may_change:  # micro-batches of other sizes follow, or this one is the window
-        stack_sizes.undecided.add(key)
-        return False
-    raise LossNotAdditive(
-        f"the loss is half the sum of two means of the same kind ({first.node.name()}) in a "
-        "micro-batch of two samples: they may be the losses of the two samples, or two losses of "
-        "both. Use another micro-batch size, or pass a sum and its number of targets: "
-        "accelerator.backward(sum, num_targets=n)."
-    )
+    if stack_sizes.may_change:
+        return False  # micro-batches of other sizes follow, or this one is the window
+    raise samples_or_heads(first.node, len(group), num_samples)
 
 
 def _joined(group: Sequence[Found]) -> Term:
-    """Return the losses of single samples as one term: factor * sum of the losses / divisor.
-
-    In `sum / n / k` k belongs to the factor, as in `mean / k`.
-    """
+    """Return the losses of single samples as one term: factor * sum of the losses / divisor."""
     first, divisor = group[0]
     assert divisor is not None
-    if isinstance(divisor, float) and divisor % len(group) == 0:
-        divisor = float(len(group))
     return replace(
         first,
         nodes=tuple(term.node for term, _ in group),

@@ -5,7 +5,7 @@ is the loss of a head, every entry is a mean with a divisor of its own. The grap
 may fit both, so the sizes of all stacks of a run are kept.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -13,9 +13,12 @@ from torch.autograd.graph import Node
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.loss.identity import VIEWS, nearest_parameters
-from hf_ga.loss.nodes.saved import inputs, output_shape, saved
+from hf_ga.loss.nodes.means import reduction_of
+from hf_ga.loss.nodes.saved import Number, inputs, output_shape, saved
+from hf_ga.loss.refusals import samples_or_heads
 
 STACKS = {"CatBackward0", "StackBackward0"}
+FACTORS = {"DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1", "NegBackward0", *VIEWS}
 
 
 @dataclass
@@ -28,16 +31,12 @@ class StackSizes:
         may_change: Whether a stack that fits both answers may be read as either for now, because
             micro-batches of other sizes follow before the update, or the micro-batch is the window.
         num_changed: How often a stack turned out to be the other kind.
-        undecided: Those that were read as losses of several heads for now.
-        single: Losses of which a micro-batch of one sample had one.
     """
 
     pairs: dict[Hashable, set[tuple[int, int]]] = field(default_factory=dict)
     settled: set[Hashable] = field(default_factory=set)
     may_change: bool = False
     num_changed: int = 0
-    undecided: set[Hashable] = field(default_factory=set)
-    single: set[Hashable] = field(default_factory=set)
 
     @property
     def num_pairs(self) -> int:
@@ -127,7 +126,30 @@ def is_per_sample(stack: Stack, num_samples: int, stack_sizes: StackSizes) -> bo
     if len(set(entries)) > 1 or len(kinds) > 1:
         return False  # losses of several heads, or of several kinds
     key = (stack.node.name(), entries[0])
-    return sizes_follow_samples(key, num_samples, stack.size, stack_sizes)
+    if not sizes_follow_samples(key, num_samples, stack.size, stack_sizes):
+        return False
+    is_certain = len(stack_sizes.pairs[key]) > 1 or num_samples == 1
+    if not is_certain and not stack_sizes.may_change:
+        reductions = [reduction_of(_below_factors(node)) for node in nodes]
+        divisors = [None if reduction is None else reduction.divisor for reduction in reductions]
+        if None not in divisors and not are_apart(divisors):
+            raise samples_or_heads(nodes[0], stack.size, num_samples)
+    return True
+
+
+def _below_factors(node: Node) -> Node:
+    """Return what is below the views and constant factors of a scalar."""
+    while node.name() in FACTORS and len(inputs(node)) == 1:
+        node, _ = inputs(node)[0]
+    return node
+
+
+def are_apart(divisors: Iterable[Number]) -> bool:
+    """Whether means cannot be over the same samples: they have other numbers of targets, or one
+    each. Waits for the device, in micro-batches of the first size of a run.
+    """
+    found = {float(divisor) for divisor in divisors}
+    return len(found) > 1 or found == {1.0}
 
 
 def sizes_follow_samples(

@@ -2062,22 +2062,6 @@ def test_accumulation_by_hand(batch_size, body):
     assert (by_hand(accelerate.Accelerator, batch_size, body) - expected).norm() > FAR * learnt
 
 
-def sum_of_rows(model, x, y, values):
-    out = model(x)
-    return sum(F.cross_entropy(out[i : i + 1], y[i : i + 1]) for i in range(len(x))) / len(x)
-
-
-@pytest.mark.parametrize("batch_size", [*LAYOUTS, 1])
-@pytest.mark.parametrize("body", [sum_of_samples, sum_of_rows])
-def test_losses_of_single_samples(batch_size, body, caplog):
-    """By hand, the loss is divided by the samples, then by the accumulation steps."""
-    assert Loop(body).error(Accelerator, batch_size) < CLOSE
-    expected = Loop(plain).full_batch()
-    learnt = (expected - flat(classifier())).norm()
-    assert (by_hand(Accelerator, batch_size, body, labels=Y) - expected).norm() < CLOSE * learnt
-    assert "lacks a term" not in caplog.text
-
-
 @pytest.mark.parametrize("batch_size", LAYOUTS)
 def test_two_backwards_of_a_batch_by_hand(batch_size):
     def second(model, x, y, values):
@@ -2211,14 +2195,20 @@ def normalised_by_hand(model, x, y, values):
     return F.cross_entropy(logits - logits.mean(0), y)
 
 
+def by_place(model, x, y, values):
+    """The weight of a sample is its place in the micro-batch."""
+    return (F.cross_entropy(model(x), y, reduction="none") * torch.arange(1, len(x) + 1)).mean()
+
+
 @pytest.mark.parametrize(
     ("body", "build"),
     [
         (constant_divisor_by_hand, classifier),
         (normalised_by_hand, classifier),
+        (by_place, classifier),
         (plain, with_batch_norm),
     ],
-    ids=["constant", "normalised", "batch norm"],
+    ids=["constant", "normalised", "place", "batch norm"],
 )
 @pytest.mark.parametrize("batch_size", SPLIT)
 def test_accumulation_by_hand_that_depends_on_the_split_is_refused(batch_size, body, build):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.loss import StackSizes, describe, read_terms, undivided
@@ -243,10 +243,11 @@ def test_a_stack_is_read_by_its_sizes():
 def test_a_stack_that_was_misread_is_refused():
     """Two losses of two samples look like one for each sample, until another size is seen."""
     sizes = StackSizes()
+    sizes.may_change = True
     model, x, y = make(3)
-    term = only_term(deep_supervision(model, x[:2], y[:2]), 2)
+    (term,) = read_terms(deep_supervision(model, x[:2], y[:2]), num_samples=2, stack_sizes=sizes)
     assert (term.factor, term.divisor) == (1.0, 2.0)
-    read_terms(deep_supervision(model, x[:2], y[:2]), num_samples=2, stack_sizes=sizes)
+    sizes.may_change = False
     with pytest.raises(LossNotAdditive, match="averages 2 values in a micro-batch of 3 samples"):
         read_terms(deep_supervision(model, x, y), num_samples=3, stack_sizes=sizes)
 
@@ -263,7 +264,7 @@ def test_a_stack_of_heads_of_as_many_samples():
 def test_half_of_two_losses_of_two_samples_is_refused():
     model, x, y = make(2)
     loss = (F.cross_entropy(model(x)[0], y) + F.cross_entropy(model(2 * x)[0], y)) / 2
-    with pytest.raises(LossNotAdditive, match="the losses of the two samples, or two losses"):
+    with pytest.raises(LossNotAdditive, match="the mean of 2 means of the same kind"):
         read_terms(loss, num_samples=2)
 
 
@@ -375,3 +376,23 @@ def test_saved_attributes_exist(kind):
     for name in SAVED[kind]:
         assert hasattr(node, f"_saved_{name}")
     assert node._input_metadata[0].shape is not None
+
+
+def passes(num_rows: int, stacked: bool) -> Tensor:
+    """The mean of four losses of some rows, as of four forwards, or of four samples."""
+    logits = torch.randn(4, num_rows, 3, requires_grad=True)
+    labels = torch.zeros(num_rows, dtype=torch.int64)
+    losses = [F.cross_entropy(of_pass, labels) for of_pass in logits]
+    return torch.stack(losses).mean() if stacked else sum(losses) / 4
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_four_means_over_as_many_targets_may_be_of_four_samples_or_of_all(stacked):
+    with pytest.raises(LossNotAdditive, match="the mean of 4 means of the same kind"):
+        read_terms(passes(6, stacked), num_samples=4)
+    (term,) = read_terms(passes(1, stacked), num_samples=4)
+    assert term.divisor == 4
+    sizes = StackSizes()
+    sizes.may_change = True  # micro-batches of other sizes follow
+    read_terms(passes(6, stacked), num_samples=4, stack_sizes=sizes)
+    assert len(read_terms(passes(6, stacked), num_samples=3, stack_sizes=sizes)) == 4

@@ -5,7 +5,7 @@ in one padded width only.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,19 +141,6 @@ class Looks:
                 self._forms.add(form)
             elif form not in self._forms:
                 self._untried.setdefault(form, positions)
-
-    def rename(self, key_of: Callable[[TermKey], TermKey]) -> None:
-        """Give terms other keys, of which two became one."""
-        self._terms_of_kind = {k: set(map(key_of, v)) for k, v in self._terms_of_kind.items()}
-        self._first_positions = {key_of(k): v for k, v in self._first_positions.items()}
-        for terms in self._terms_of.values():
-            terms.names = {key_of(key): name for key, name in terms.names.items()}
-
-    def forget_terms(self) -> None:
-        """Forget the terms so far, which were read in another way."""
-        self._terms_of_kind = {}
-        self._terms_of = {}
-        self._first_positions = {}
 
     def note_width(self, slot: Slot, terms: Set[TermKey], loss: Tensor) -> float:
         """Note how wide a micro-batch is, and return the number of elements of one sample.

@@ -7,7 +7,7 @@ them differ is refused: BatchNorm, in-batch negatives, rewards that are normalis
 micro-batch, mixed samples, hard example mining, a queue, a random number that is not keyed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -103,19 +103,6 @@ class Rehearsal:
         self.positions.update(positions)
         self.uncompared.update(names)
         self.num_reclassified = num_reclassified
-
-    def rename(self, key_of: Callable[[TermKey], TermKey]) -> None:
-        """Give the terms of the rehearsal other keys."""
-        self._rehearsed = {
-            (key_of(term), place, sample): found
-            for (term, place, sample), found in self._rehearsed.items()
-        }
-        self._names_of_terms = {
-            number: {key_of(term): name for term, name in names.items()}
-            for number, names in self._names_of_terms.items()
-        }
-        self.uncompared = set(map(key_of, self.uncompared))
-        self.choices = {(key_of(term), function) for term, function in self.choices}
 
     def difference(self, footprints: Mapping[FootprintKey, Footprints]) -> Difference | None:
         """Return the first difference between a sample and its rehearsal, or None.
