@@ -480,7 +480,7 @@ class WindowGradient:
         """Return the window's readings on the host; keep the error if they cannot be trusted."""
         readings = on_host(self.readings)
         self._switched_off = on_host(self._switched_off)
-        if self.failure is not None or self.is_misread:
+        if self.failure is not None:
             return readings
         try:
             if not self.checks.check(readings, self._switched_off, is_padded=is_padded):
