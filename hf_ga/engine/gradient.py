@@ -15,7 +15,7 @@ from itertools import chain, islice
 
 from torch import Tensor, nn
 
-from hf_ga.engine.checks.lone_terms import LoneTerms, present_terms
+from hf_ga.engine.checks.lone_terms import LoneTerms
 from hf_ga.engine.checks.sample_count import SampleCount, check_samples
 from hf_ga.engine.parameter_hooks import after_hooks
 from hf_ga.engine.sums.divisors import (
@@ -26,6 +26,7 @@ from hf_ga.engine.sums.divisors import (
     factors_of,
     on_host,
     power_sums,
+    present_terms,
     squared_differences,
     true_divisor,
     unknown_share,

@@ -2,7 +2,7 @@
 computes them on its main process only, or by tasks that each process has for itself.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from hf_ga.logs import Warnings, get_logger
@@ -18,13 +18,15 @@ class LoneTerms:
         self._num_missed: dict[Any, int] = {}
         self._warnings = Warnings(get_logger(__name__))
 
-    def note(self, here: Iterable[Any], anywhere: Iterable[Any]) -> None:
+    def note(self, here: Collection[Any], anywhere: Iterable[Any]) -> None:
         """Note the terms of a window; warn once, on each process, if it has missed one for long.
 
         Args:
-            here: The terms on this process.
+            here: The terms on this process. If empty, it had no samples, which says nothing.
             anywhere: Those on any process.
         """
+        if not here:
+            return
         missed = set(anywhere) - set(here)
         self._num_missed = {key: self._num_missed.get(key, 0) + 1 for key in missed}
         if NUM_WINDOWS in self._num_missed.values():
@@ -35,13 +37,3 @@ class LoneTerms:
                 "number: compute it for the samples of all processes.",
                 on_all_ranks=True,
             )
-
-
-def present_terms(keys: Sequence[Any], sums: Sequence[float]) -> list[Any]:
-    """Return the terms that any rank has.
-
-    Args:
-        keys: The grouped terms.
-        sums: Three numbers for each of them over all ranks, of which the first counts the ranks.
-    """
-    return [key for index, key in enumerate(keys) if sums[3 * index]]

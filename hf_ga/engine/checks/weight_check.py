@@ -128,10 +128,12 @@ class WeightCheck:
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Weight], list[Tensor]]] = {}
         for weight in self._weights():
             tensor = weight.tensor
-            if tensor is not None and not (known and weight.place in known):
-                weights, tensors = groups.setdefault((tensor.device, tensor.dtype), ([], []))
-                weights.append(weight)
-                tensors.append(tensor)
+            is_known = bool(known) and weight.place in known
+            if tensor is None or is_known:
+                continue
+            weights, tensors = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+            weights.append(weight)
+            tensors.append(tensor)
         self._before += [Norms(weights, _norms_of(tensors)) for weights, tensors in groups.values()]
 
     def _weights(self) -> Iterator[Weight]:

@@ -320,6 +320,16 @@ def squared_differences(sums: tuple[float, float, float]) -> float:
     return differences if differences > number * total_of_squares * RELATIVE_ROUNDING**2 else 0.0
 
 
+def present_terms(keys: Sequence[TermKey], sums: Sequence[float]) -> list[TermKey]:
+    """Return the terms that any rank has.
+
+    Args:
+        keys: The terms.
+        sums: The `power_sums` of each, three numbers, of which the first counts the ranks.
+    """
+    return [key for index, key in enumerate(keys) if sums[3 * index]]
+
+
 def unknown_share(name: str) -> LossNotAdditive:
     """Return the error for a divided sum that some micro-batches lack, or have no targets of.
 
