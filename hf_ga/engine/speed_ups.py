@@ -44,7 +44,7 @@ from hf_ga.rows.fused_attention import FusedAttention
 from hf_ga.rows.packing import Packing, can_run_rows
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
-from hf_ga.speed.speed_up import Call, SpeedUp
+from hf_ga.speed.speed_up import Call, SpeedUp, acting
 from hf_ga.speed.watched_outputs import watched
 
 logger = get_logger(__name__)
@@ -246,7 +246,7 @@ class SpeedUps:
         self._current = [speed_up for speed_up in self.used if speed_up.fits(call)]
         for speed_up in self._current:
             self.num_used[speed_up.name] = self.num_used.get(speed_up.name, 0) + 1
-        self._forward.enter_context(self._using(self._current, call))
+        self._forward.enter_context(acting(self._current, call))
 
     def _after_forward(self, model: nn.Module, args: tuple, outputs: Any) -> Any:
         """Forward hook of the model: keep its own loss, and observe whether more is read."""
@@ -278,16 +278,6 @@ class SpeedUps:
             keys=self._draws.keys,
             max_tokens=self._max_tokens,
         )
-
-    @contextmanager
-    def _using(self, speed_ups: Sequence[SpeedUp], call: Call) -> Iterator[None]:
-        """Use speed-ups in the block."""
-        with ExitStack() as stack:
-            for speed_up in speed_ups:
-                stack.enter_context(speed_up.scope())
-            for speed_up in speed_ups:
-                speed_up.before(call)
-            yield
 
     # Backwards
 
@@ -322,7 +312,7 @@ class SpeedUps:
         """Return a context for a backward, which may compute parts of the forward again."""
         if not self._current:
             return nullcontext()
-        return self._using(self._current, self._call)
+        return acting(self._current, self._call)
 
     def _is_own_loss(self, loss: Tensor) -> bool:
         """Whether a loss is the model's own, or a multiple of it."""
@@ -547,7 +537,7 @@ class SpeedUps:
             stack.enter_context(self._draws.rewound())
             for speed_up in speed_ups:
                 stack.enter_context(speed_up.trial())
-            stack.enter_context(self._using(speed_ups, call))
+            stack.enter_context(acting(speed_ups, call))
             stack.enter_context(fresh_gradients(parameters))
             stack.enter_context(hooks_suspended(parameters))
             loss = head_loss(self._model(**call.batch))

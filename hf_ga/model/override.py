@@ -4,6 +4,10 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from torch import nn
+
+# (object, name of its attribute, temporary value)
+Replacement = tuple[Any, str, Any]
 MISSING = object()  # marks an attribute that the object itself did not have
 
 
@@ -26,23 +30,27 @@ def override(target: Any, **attributes: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def replaced(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes of several objects temporarily, as `override` does for one.
-
-    Args:
-        replacements: (object, name of its attribute, temporary value) of each.
-    """
+def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """Set attributes of several objects temporarily, as `override` does for one."""
     previous = [(target, name, vars(target).get(name, MISSING)) for target, name, _ in replacements]
     try:
         for target, name, value in replacements:
-            setattr(target, name, value)
+            _set(target, name, value)
         yield
     finally:
         for target, name, previous_value in reversed(previous):
             if previous_value is not MISSING:
-                setattr(target, name, previous_value)
+                _set(target, name, previous_value)
             elif name in vars(target):
                 delattr(target, name)
+
+
+def _set(target: Any, name: str, value: Any) -> None:
+    """Set an attribute that is no parameter, module or buffer; among these torch would look."""
+    if isinstance(target, nn.Module):
+        vars(target)[name] = value
+    else:
+        setattr(target, name, value)
 
 
 @contextmanager

@@ -7,8 +7,8 @@ an operator that the compiler calls (`row_attention.py`).
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from hf_ga.draws.hashing import mixed, signed
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError
 from hf_ga.logs import get_logger
-from hf_ga.model.override import override
+from hf_ga.model.override import Replacement
 from hf_ga.order.length_plan import row_length
 from hf_ga.rows.compiling import OPTIONS
 from hf_ga.rows.packed_attention import PackedAttention, PackedSamples, autocast_tensors
@@ -109,9 +109,12 @@ class CompiledRows:
 
     # Around the layers
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Run the layers of rows compiled in the block."""
+    def replacements(self, run_layer: Callable) -> list[Replacement]:
+        """Let the layers run compiled.
+
+        Args:
+            run_layer: (layer, its forward on a row, arguments) -> its output.
+        """
         original_dropout = F.dropout
         original_get_interface = AttentionInterface.get_interface
 
@@ -127,45 +130,37 @@ class CompiledRows:
             """Return the model's attention function; within a layer, that of rows."""
             return self._attend if self._is_in_layer else original_get_interface(*args)
 
-        with ExitStack() as stack:
-            stack.enter_context(override(F, dropout=dropout))
-            stack.enter_context(override(AttentionInterface, get_interface=get_interface))
-            for layer in self._layers:
-                forward = self._forward_of(layer)
-                # Compiled with its hooks, it would pack within the graph.
-                stack.enter_context(override(layer, forward=forward, _compiled_call_impl=None))
-            stack.callback(setattr, self, "tokens", None)
-            yield
+        forwards = [
+            (layer, "forward", partial(run_layer, layer, partial(self._run, layer, layer.forward)))
+            for layer in self._layers
+        ]
+        # Compiled with its hooks, a layer would pack within the graph.
+        uncompiled = [(layer, "_compiled_call_impl", None) for layer in self._layers]
+        of_attention = (AttentionInterface, "get_interface", get_interface)
+        return [(F, "dropout", dropout), of_attention, *forwards, *uncompiled]
 
-    def _forward_of(self, layer: nn.Module) -> Callable:
-        """Return what takes the place of a layer's forward."""
-        original = layer.forward
+    def _run(self, layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer on a row."""
+        args, kwargs = self._begin_layer(layer, args, kwargs)
+        try:
+            return self._run_compiled(layer, original, args, kwargs)
+        finally:
+            self._end_layer()
+
+    def _run_compiled(
+        self, layer: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a layer compiled; if it cannot be, run all layers as they are from now on."""
+        if self._is_eager:
+            return original(*args, **kwargs)
         if layer not in self._compiled:
             options = getattr(layer, OPTIONS, {})
             self._compiled[layer] = torch.compile(
                 original, dynamic=False, fullgraph=True, **options
             )
-        compiled = self._compiled[layer]
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            """Run the layer on a row."""
-            if self.tokens is None:
-                return original(*args, **kwargs)
-            args, kwargs = self._begin_layer(layer, args, kwargs)
-            try:
-                return self._run(compiled, original, args, kwargs)
-            finally:
-                self._end_layer()
-
-        return forward
-
-    def _run(self, compiled: Callable, original: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a layer compiled; if it cannot be, run all layers as they are from now on."""
-        if self._is_eager:
-            return original(*args, **kwargs)
         start = time.perf_counter()
         try:
-            output = compiled(*args, **kwargs)
+            output = self._compiled[layer](*args, **kwargs)
         except TorchDynamoException as failure:
             self._is_eager = True
             self._next_draw = 0

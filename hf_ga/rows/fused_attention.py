@@ -5,7 +5,7 @@ As separate autograd operations, attention reads its tokens x tokens matrices tw
 keeps copies of query and key.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_ga.draws.dropout.dropout_functions import dropped_attention
 from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.model.override import override
+from hf_ga.model.override import Replacement
 from hf_ga.speed.speed_up import SpeedUp
 
 
@@ -38,9 +38,9 @@ class FusedAttention(SpeedUp):
             return "the model draws no dropout"
         return None
 
-    def scope(self) -> AbstractContextManager[None]:
-        """Return a context in which this speed-up computes attention with keyed dropout, fused."""
-        return override(self._dropout, attend=self._attend)
+    def replacements(self) -> Sequence[Replacement]:
+        """Compute attention with keyed dropout by one function."""
+        return [(self._dropout, "attend", self._attend)]
 
     def verdict(self) -> str | None:
         """After the trial of this speed-up, return why attention was not fused; None if it was."""

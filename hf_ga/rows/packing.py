@@ -11,8 +11,8 @@ which models this leaves loss and gradient unchanged.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError
 from hf_ga.loading.batches import IGNORED_LABEL
 from hf_ga.model.forward import compiled_modules
-from hf_ga.model.override import override
+from hf_ga.model.override import Replacement, override
 from hf_ga.rows.packed_attention import PackedAttention, PackedSamples
 from hf_ga.rows.packed_tokens import PackedMasks, PackedTokens
 from hf_ga.speed.speed_up import Call, SpeedUp
@@ -153,7 +153,6 @@ class Packing(SpeedUp):
 
         Then this object draws the dropout masks of packed tokens.
         """
-        self._packed_arguments.clear()
         if call is not self._call:  # not in its backward, which may run layers again
             self._call = call
             ratio = self._padding_ratio_to_exceed(call.keys.device)
@@ -172,34 +171,32 @@ class Packing(SpeedUp):
             self._packed_masks = PackedMasks(self._tokens, call.keys)
             self._dropout.mask_source = self
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Let this speed-up remove the padding between the layers of the model within the block.
+    def replacements(self) -> list[Replacement]:
+        """Let the layers, and transformers' attention functions, take packed tokens."""
+        if self._tokens is None:
+            return []
+        if self._rows is not None:
+            return self._rows.replacements(self._run_layer)
+        original_get_interface = AttentionInterface.get_interface
 
-        Hooks the layers, and replaces transformers' attention functions.
-        """
-        with ExitStack() as stack:
-            stack.callback(self._packed_arguments.clear)
-            stack.callback(setattr, self, "_tokens", None)
-            stack.callback(self._attention.start_micro_batch, None)
-            # Within the window, because FSDP and checkpointing may have wrapped the layers.
-            for layer in self._layers:
-                handle = layer.register_forward_pre_hook(self._pack_arguments, with_kwargs=True)
-                stack.callback(handle.remove)
-            handle = self._layers[-1].register_forward_hook(self._unpack_output)
-            stack.callback(handle.remove)
-            if self._rows is not None:
-                stack.enter_context(self._rows.scope())
-                yield
-                return
-            original_get_interface = AttentionInterface.get_interface
+        def get_interface(*args: Any) -> Callable:
+            """Return a model's attention function, wrapped so that it takes packed tokens."""
+            return partial(self._attend, original_get_interface(*args))
 
-            def get_interface(*args: Any) -> Callable:
-                """Return a model's attention function, wrapped so that it takes packed tokens."""
-                return partial(self._attend, original_get_interface(*args))
+        # FSDP and checkpointing may have wrapped the layers since `attach`.
+        forwards = [
+            (layer, "forward", partial(self._run_layer, layer, layer.forward))
+            for layer in self._layers
+        ]
+        return [*forwards, (AttentionInterface, "get_interface", get_interface)]
 
-            stack.enter_context(override(AttentionInterface, get_interface=get_interface))
-            yield
+    def after(self) -> None:
+        """Pack nothing until the next micro-batch."""
+        self._tokens = None
+        self._packed_arguments.clear()
+        self._attention.start_micro_batch(None)
+        if self._rows is not None:
+            self._rows.tokens = None
 
     def masks_of_shape(self, shape: torch.Size) -> PackedMasks | None:
         """Return what draws the masks of packed tokens if a mask of this shape is one, for keyed
@@ -243,16 +240,17 @@ class Packing(SpeedUp):
             return None
         return PackedSamples.of(mask, call.keys)
 
-    def _pack_arguments(
-        self, layer: nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict] | None:
-        """Forward pre-hook of each layer: pack its arguments that have a row per token.
+    def _run_layer(self, layer: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer's own forward, or the compiled one, on packed tokens."""
+        args, kwargs = self._pack_arguments(layer, args, kwargs)
+        output = forward(*args, **kwargs)
+        return self._unpack_output(output) if layer is self._layers[-1] else output
+
+    def _pack_arguments(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Pack the arguments of a layer that have a row per token.
 
         The hidden states are packed before the first layer only. A generation cache becomes None.
-        Returns None, which changes nothing, if the micro-batch is not packed.
         """
-        if self._tokens is None:
-            return None
         positional = dict(zip(self._parameter_names, args, strict=False))
         # The first argument is the hidden states; its name differs between models.
         hidden_name = next(iter(positional), "hidden_states")
@@ -290,20 +288,13 @@ class Packing(SpeedUp):
             )
         return hidden_states
 
-    def _unpack_output(self, layer: nn.Module, args: tuple, output: Any) -> Any:
-        """Forward hook of the last layer: unpack the hidden states to a padded batch.
-
-        Unchanged if the micro-batch is not packed.
+    def _unpack_output(self, output: Any) -> Any:
+        """Unpack the hidden states of the last layer to a padded batch.
 
         Args:
-            layer: The last layer.
-            args: Its arguments.
             output: The hidden states, or a tuple that starts with them.
         """
-        tokens = self._tokens
-        if tokens is None:
-            return output
-        unpack = tokens.unpack if self._rows is None else self._rows.unpack
+        unpack = self._tokens.unpack if self._rows is None else self._rows.unpack
         if isinstance(output, Tensor):
             return unpack(output)
         hidden_states, *others = output

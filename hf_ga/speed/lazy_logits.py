@@ -7,8 +7,8 @@ of the rows with a target (`chunked_loss.py`). Any other operation first compute
 with the layer's own forward, so value and gradient are the head's own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -21,13 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.model.forward import compiled_modules
-from hf_ga.model.override import override
+from hf_ga.model.override import Replacement, override
 from hf_ga.speed.chunked_loss import (
     OutputProjection,
     choose_rows_per_chunk,
     chunked_cross_entropy,
 )
-from hf_ga.speed.speed_up import SpeedUp
+from hf_ga.speed.speed_up import Call, SpeedUp
 
 TensorFunction = Callable[[Tensor], Tensor]
 TRIAL_ROWS_PER_CHUNK = 3
@@ -53,7 +53,7 @@ class ChunkedLoss(SpeedUp):
         self.output_layer: nn.Linear | None = None
         self.was_read = False
         self.rows_per_chunk: int | None = None
-        # For each chunked cross entropy of the last scope, the rows for which it computed logits.
+        # For each chunked cross entropy of the last forward, the rows for which it computed logits.
         self._num_rows: list[int] = []
 
     def attach(self, model: nn.Module, draws: KeyedDraws) -> str | None:
@@ -104,19 +104,16 @@ class ChunkedLoss(SpeedUp):
             return "its logits are read besides the loss"
         return None
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Let the model's output layer return lazy logits within the block.
+    def before(self, call: Call) -> None:
+        """Forget the numbers of rows of the forward before."""
+        self._num_rows.clear()  # not in `after`: `verdict` reads them after a trial
 
-        Their cross entropy is computed chunk by chunk. Forgets the last scope's number of rows.
-        """
-        self._num_rows.clear()  # not at the end: `verdict` reads them after a trial
-        with ExitStack() as stack:
-            layer = self.output_layer
-            if layer is not None:
-                lazy_forward = partial(self._lazy_forward, layer, layer.forward)
-                stack.enter_context(override(layer, forward=lazy_forward))
-            yield
+    def replacements(self) -> Sequence[Replacement]:
+        """Let the model's output layer return lazy logits."""
+        layer = self.output_layer
+        if layer is None:
+            return ()
+        return [(layer, "forward", partial(self._lazy_forward, layer, layer.forward))]
 
     def _lazy_forward(
         self, layer: nn.Linear, forward: TensorFunction, input: Tensor

@@ -1,16 +1,17 @@
 """Less computation and memory in the forward of a transformers model, with the same result."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.activations import NewGELUActivation
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.model.forward import transformers_configs, without_cache
-from hf_ga.model.override import override
-from hf_ga.speed.speed_up import SpeedUp
+from hf_ga.model.override import Replacement
+from hf_ga.speed.speed_up import Call, SpeedUp
 
 
 class LeanForward(SpeedUp):
@@ -21,25 +22,32 @@ class LeanForward(SpeedUp):
     transformers consists of eight operations, five of which save a tensor for the backward; torch's
     kernel of the same formula, x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and
     Gimpel 2016, "Gaussian Error Linear Units", section 2), saves its input only. Both are changed
-    within the scope only, so the saved model equals the loaded one.
+    in forwards and backwards only, so the saved model equals the loaded one.
     """
 
     name = "lean forward"
+
+    def __init__(self) -> None:
+        """Start without a model; `attach` keeps its configs."""
+        self._configs: list[PretrainedConfig] = []
+        self._cache = ExitStack()  # restores the configs
 
     def attach(self, model: nn.Module, draws: KeyedDraws) -> str | None:
         """Keep the configs of the transformers models in a model; it fits any model."""
         self._configs = transformers_configs(model)
         return None
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        """Let this speed-up save memory and time in the model's forward within the block.
+    def before(self, call: Call) -> None:
+        """Let the models return no cache."""
+        self._cache.enter_context(without_cache(self._configs))
 
-        Sets `use_cache=False` in the configs of transformers models, and fuses `gelu_new` (GPT-2's
-        activation).
-        """
-        with without_cache(self._configs), override(NewGELUActivation, forward=_fused_gelu):
-            yield
+    def replacements(self) -> Sequence[Replacement]:
+        """Fuse `gelu_new`, GPT-2's activation."""
+        return [(NewGELUActivation, "forward", _fused_gelu)]
+
+    def after(self) -> None:
+        """Restore the configs."""
+        self._cache.close()
 
 
 def _fused_gelu(self: nn.Module, input: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 gradient.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.loading.batches import MicroBatch
+from hf_ga.model.override import Replacement, replaced
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,19 @@ class SpeedUp:
         """
         return None
 
-    def scope(self) -> AbstractContextManager[None]:
-        """Return a context in which the speed-up acts on forwards and backwards of the model it is
-        attached to; on exit it undoes everything that it changed.
-        """
-        return nullcontext()
-
     def before(self, call: Call) -> None:
-        """Prepare for the next forward.
+        """Prepare for the next forward, or for its backward, which may run parts of it again.
 
         Args:
             call: The inputs of that forward.
         """
+
+    def replacements(self) -> Sequence[Replacement]:
+        """Return what is replaced in the forward or backward that `before` has prepared."""
+        return ()
+
+    def after(self) -> None:
+        """Undo what `before` has changed."""
 
     def trial(self) -> AbstractContextManager[None]:
         """Return a context that forces the speed-up on in its trial, even if the few samples are
@@ -93,3 +96,21 @@ class SpeedUp:
             The reason, or None if the speed-up was used.
         """
         return None
+
+
+@contextmanager
+def acting(speed_ups: Sequence[SpeedUp], call: Call) -> Iterator[None]:
+    """Let some speed-ups act on the forward or backward of a micro-batch in the block.
+
+    Args:
+        speed_ups: They are attached to the model.
+        call: The inputs of the forward.
+    """
+    try:
+        for speed_up in speed_ups:
+            speed_up.before(call)
+        with replaced([r for speed_up in speed_ups for r in speed_up.replacements()]):
+            yield
+    finally:
+        for speed_up in speed_ups:
+            speed_up.after()

@@ -115,16 +115,14 @@ class Wrong(SpeedUp):
     def attach(self, model, draws):
         self.model = model
 
-    @contextmanager
-    def scope(self):
+    def before(self, call):
         def change(module, args, outputs):
             outputs.register_hook(lambda gradient: gradient * 1.01)
 
-        handle = self.model.get_input_embeddings().register_forward_hook(change)
-        try:
-            yield
-        finally:
-            handle.remove()
+        self.handle = self.model.get_input_embeddings().register_forward_hook(change)
+
+    def after(self):
+        self.handle.remove()
 
 
 def passes_of(name, monkeypatch, candidates):

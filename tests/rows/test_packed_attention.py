@@ -25,7 +25,7 @@ from hf_ga.rows.compiling import compile_layers
 from hf_ga.rows.packed_attention import attention_options, is_plain_mask
 from hf_ga.rows.packing import Packing, find_layer_stack
 from hf_ga.rows.row_attention import RowAttention
-from hf_ga.speed.speed_up import Call
+from hf_ga.speed.speed_up import Call, acting
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -158,7 +158,7 @@ class Windows:
         model.zero_grad()
         total = h.num_targets(model, self.collate(self.samples))
         value = 0.0
-        with self.draws.scope(), self.packing.scope():
+        with self.draws.scope():
             for rows in map(np.array, split):
                 batch = self.collate([self.samples[row] for row in rows])
                 count = h.num_targets(model, batch)
@@ -166,10 +166,10 @@ class Windows:
                     continue
                 on_device = {name: x.to(DEVICE) for name, x in batch.items()}
                 call = Call(MicroBatch(batch, rows, rows), on_device, self.begin(rows))
-                self.packing.before(call)
-                with torch.autocast(DEVICE.type, autocast, enabled=autocast is not None):
-                    loss = model(**on_device).loss * (count / total)
-                loss.backward()
+                with acting([self.packing], call):
+                    with torch.autocast(DEVICE.type, autocast, enabled=autocast is not None):
+                        loss = model(**on_device).loss * (count / total)
+                    loss.backward()
                 value += float(loss.detach())
         gradients = {name: x.cpu() for name, x in h.gradients(model).items()}
         model.to(torch.float32)

@@ -46,7 +46,7 @@ from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.loading.batches import MicroBatch
 from hf_ga.rows.packed_tokens import PackedMasks, PackedTokens
 from hf_ga.rows.packing import Packing, padded_sides
-from hf_ga.speed.speed_up import Call
+from hf_ga.speed.speed_up import Call, acting
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 6
@@ -195,16 +195,13 @@ def call_of(batch, rows=None):
 
 
 @contextmanager
-def scope(packing):
+def packed(packing, call):
     """As training uses it."""
-    with packing._dropout.scope(), packing.scope():
-        yield
-
-
-def before(packing, call):
     draws = packing._dropout
-    draws.begin(call.keys, window_key(3, 0, 0))
-    packing.before(replace(call, keys=draws.keys))
+    with draws.scope():
+        draws.begin(call.keys, window_key(3, 0, 0))
+        with acting([packing], replace(call, keys=draws.keys)):
+            yield
 
 
 def packed_gradient(
@@ -217,17 +214,18 @@ def packed_gradient(
     packing._min_padding_ratio = np.inf if padded else 1.0
     total = num_targets(model, collate(samples))
     value = 0.0
-    with scope(packing):
-        for rows in split:
-            batch = collate([samples[i] for i in rows])
-            if count := num_targets(model, batch):
-                before(packing, call_of(batch, rows))
-                outputs = model(**batch)
-                loss = (outputs if isinstance(outputs, torch.Tensor) else outputs.loss) * (
-                    count / total
-                )
-                loss.backward()
-                value += float(loss.detach())
+    for rows in split:
+        batch = collate([samples[i] for i in rows])
+        count = num_targets(model, batch)
+        if not count:
+            continue
+        with packed(packing, call_of(batch, rows)):
+            outputs = model(**batch)
+            loss = (outputs if isinstance(outputs, torch.Tensor) else outputs.loss) * (
+                count / total
+            )
+            loss.backward()
+            value += float(loss.detach())
     gradients = helpers.gradients(model)
     model.to(torch.float32)
     return gradients, value
@@ -363,8 +361,8 @@ def test_gradient_checkpointing_computes_packed_tokens_again(name, how):
 
 
 def is_packed(packing, batch):
-    before(packing, call_of(batch))
-    return packing._tokens is not None
+    with packed(packing, call_of(batch)):
+        return packing._tokens is not None
 
 
 def test_left_padding_packs_where_padding_predicts_nothing():
@@ -490,13 +488,12 @@ def test_nothing_is_left_behind():
     batch = pad_right(samples)
     original = AttentionInterface.get_interface
     packed_gradient(model, packing, samples, SPLITS[0])
-    with pytest.raises(RuntimeError, match="stop"), scope(packing):
-        before(packing, call_of(batch))
+    with pytest.raises(RuntimeError, match="stop"), packed(packing, call_of(batch)):
         assert AttentionInterface.get_interface is not original
         raise RuntimeError("stop")
     assert AttentionInterface.get_interface is original
     assert packing._tokens is None
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
     assert torch.equal(model(**batch).logits, copy.deepcopy(model)(**batch).logits)
 
 
@@ -505,8 +502,7 @@ def test_a_path_that_depends_on_the_data_is_an_error():
     samples = samples_of("tokens")
     packing = packing_of(model, samples[0])
     with (
-        scope(packing),
+        packed(packing, call_of(pad_right(samples))),
         pytest.raises(ConfigError, match="packed layers received hidden states of shape"),
     ):
-        before(packing, call_of(pad_right(samples)))
         model.layers[0](torch.zeros(2, 3, WIDTH))

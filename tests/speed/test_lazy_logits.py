@@ -24,6 +24,9 @@ from hf_ga.speed.chunked_loss import (
     chunked_cross_entropy,
 )
 from hf_ga.speed.lazy_logits import ChunkedLoss, LazyLogits
+from hf_ga.speed.speed_up import acting
+
+NO_CALL = None  # this speed-up does not look at it
 
 HEADS = [  # class, kind, model type: softmax caps, scales, biases inside and outside of the layer, ties, several projections
     ("gpt2", "GPT2LMHeadModel", "causal LM"),
@@ -71,7 +74,7 @@ def test_loss_and_gradient_are_the_heads_own(model_type, name, kind, no_values):
     labels = batch["labels"][:, 1:] if kind == "causal LM" else batch["labels"]
     loss, plain = loss_and_gradient(model, batch)
     head = chunked(model)
-    with head.scope():
+    with acting([head], NO_CALL):
         lazy_loss, lazy = loss_and_gradient(model, batch)
         assert head._num_rows == [int((labels != h.IGNORED).sum())]
     assert lazy_loss == pytest.approx(loss, rel=1e-6)
@@ -151,7 +154,7 @@ def test_a_window_with_added_rows(dtype, products):
         chunked_loss.PADDED_DEVICES = devices
         products.clear()
         autocast = torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
-        with autocast, chunked(model, 5).scope():
+        with autocast, acting([chunked(model, 5)], NO_CALL):
             found.append(loss_and_gradient(model, batch))
         padded_rows = num_classes + -num_classes % chunked_loss.ROW_MULTIPLE
         assert (padded_rows in products) == bool(devices)
@@ -220,7 +223,7 @@ def one_layer(use, hidden, lazy):
     model = OneLayer(use)
     x = hidden.clone().requires_grad_()
     head = chunked(model)
-    with head.scope() if lazy else nullcontext():
+    with acting([head], NO_CALL) if lazy else nullcontext():
         loss = model(x)
         rows = list(head._num_rows)
     loss.sum().backward()
@@ -246,7 +249,7 @@ class OneLayer(nn.Module):
 
 def test_without_targets_the_loss_is_the_heads_nan():
     model = OneLayer(lambda logits: F.cross_entropy(logits, torch.full((5,), h.IGNORED)))
-    with chunked(model).scope():
+    with acting([chunked(model)], NO_CALL):
         assert model(torch.randn(5, 16)).isnan()
 
 
@@ -307,7 +310,7 @@ def test_logits_know_what_they_are_and_become_what_the_layer_would_have_given(mo
     """
     model = OneLayer(lambda logits: logits)
     x = torch.randn(2, 3, 16)
-    with chunked(model).scope():
+    with acting([chunked(model)], NO_CALL):
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(x)
         with monkeypatch.context() as patch:

@@ -12,6 +12,9 @@ from windows import one_window, window_gradient
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.speed.lean_forward import LeanForward
+from hf_ga.speed.speed_up import acting
+
+NO_CALL = None  # these speed-ups do not look at it
 
 
 def attached(model):
@@ -31,7 +34,7 @@ def test_the_activation_is_the_same_function():
     """In float64, far into both tails; the other GELU, by the error function, is told from it."""
     x = torch.linspace(-30, 30, 10_001, dtype=torch.float64)
     written_out = value_and_gradient(NewGELUActivation(), x)
-    with attached(torch.nn.Linear(1, 1)).scope():
+    with acting([attached(torch.nn.Linear(1, 1))], NO_CALL):
         fused = value_and_gradient(NewGELUActivation(), x)
     for ours, theirs, other in zip(fused, written_out, value_and_gradient(F.gelu, x), strict=True):
         assert (ours - theirs).abs().max() < 1e-12
@@ -45,14 +48,14 @@ def test_no_cache_inside_and_nothing_left_behind():
     assert model.config.use_cache and model(**batch).past_key_values is not None, (
         "control: its own forward keeps one"
     )
-    with pytest.raises(KeyError), attached(model).scope():
+    with pytest.raises(KeyError), acting([attached(model)], NO_CALL):
         assert model(**batch).past_key_values is None
         assert NewGELUActivation.forward is not original
         raise KeyError
     assert model.config.use_cache
     assert NewGELUActivation.forward is original
     model.config.use_cache = False
-    with attached(model).scope():
+    with acting([attached(model)], NO_CALL):
         pass
     assert not model.config.use_cache
 

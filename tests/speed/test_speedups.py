@@ -3,7 +3,6 @@ that it should, no wrong one.
 """
 
 import itertools
-from contextlib import contextmanager
 
 import helpers as h
 import pytest
@@ -83,16 +82,14 @@ class Wrong(SpeedUp):
     def attach(self, model, draws):
         self.model = model
 
-    @contextmanager
-    def scope(self):
+    def before(self, call):
         def change(module, args, outputs):
             outputs.register_hook(self.change)
 
-        handle = self.model.get_input_embeddings().register_forward_hook(change)
-        try:
-            yield
-        finally:
-            handle.remove()
+        self.handle = self.model.get_input_embeddings().register_forward_hook(change)
+
+    def after(self):
+        self.handle.remove()
 
 
 def fail(gradient):
