@@ -11,6 +11,7 @@ with the same sizes, in which no micro-batch is padded to a greater length.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -46,6 +47,7 @@ MAX_PADDING = 2
 LIMIT_SIXTEENTHS = (16, 14, 12, 10, 8, 7, 6, 5, 4)
 # A plan that needs less memory than the fastest plan may be slower by 1/32 of its time.
 SLOWDOWN_DENOMINATOR = 32
+TOO_LARGE = np.iinfo(np.int64).max  # the cost of a micro-batch beyond the limit
 
 
 class Computed(IntEnum):
@@ -58,7 +60,7 @@ class Computed(IntEnum):
 
 class _Candidate(NamedTuple):
     """A split of a window: when the slowest process is done, in units of cost; the micro-batches
-    (see `cheapest_boundaries`); for each process, the indices of its micro-batches.
+    (see `cheapest_splits`); for each process, the indices of its micro-batches.
     """
 
     time: int
@@ -134,10 +136,9 @@ class ByLength:
         twice_tokens_per_process = -(-2 * int(sorted_lengths.sum()) // num_processes)
         largest_limit = min(max_tokens, twice_tokens_per_process)
         assign = _assign_in_rounds if self.lockstep else assign_longest_first
+        limits = [max(1, largest_limit * sixteenths // 16) for sixteenths in LIMIT_SIXTEENTHS]
         candidates = []
-        for sixteenths in LIMIT_SIXTEENTHS:
-            limit = max(1, largest_limit * sixteenths // 16)
-            boundaries, costs = self.cheapest_boundaries(sorted_lengths, limit)
+        for boundaries, costs in self.cheapest_splits(sorted_lengths, limits):
             time, assignment = assign(costs, num_processes)
             candidates.append(_Candidate(time, boundaries, assignment))
 
@@ -151,10 +152,11 @@ class ByLength:
         micro_batches = [order[start:stop] for start, stop in pairwise(chosen.boundaries)]
         return [[micro_batches[index] for index in indices] for indices in chosen.assignment]
 
-    def cheapest_boundaries(
-        self, sorted_lengths: np.ndarray, max_tokens: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Split a window, sorted by length, into micro-batches with the smallest sum of costs.
+    def cheapest_splits(
+        self, sorted_lengths: np.ndarray, limits: Sequence[int]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Split a window, sorted by length, into micro-batches with the smallest sum of costs, for
+        each of some limits.
 
         Dynamic programming over the number of samples at which a micro-batch ends. All
         micro-batches of packed tokens together have the same real tokens, so only their number, the
@@ -162,12 +164,12 @@ class ByLength:
 
         Args:
             sorted_lengths: Number of tokens of each sample, in ascending order, at least 1.
-            max_tokens: Maximum number of padded tokens in one micro-batch; of packed ones, of real
+            limits: Maximum numbers of padded tokens in one micro-batch; of packed ones, of real
                 tokens, and of padded ones `MAX_PADDING` times as many.
 
         Returns:
-            Ascending offsets from 0 to the number of samples, and the cost of each micro-batch,
-            which consists of the samples from one of them up to the next.
+            For each limit, ascending offsets from 0 to the number of samples, and the cost of each
+            micro-batch, which consists of the samples from one of them up to the next.
         """
         num_samples = len(sorted_lengths)
         is_packed = self.computed is not Computed.PADDED
@@ -179,7 +181,8 @@ class ByLength:
         ends = np.arange(1, num_samples + 1)
         tokens_before = np.concatenate([[0], np.cumsum(sorted_lengths)])
         # The last sample of a micro-batch is the longest one and determines its cost per sample,
-        # and the first begin at which its tokens are few enough.
+        # and the first begin at which its tokens are few enough, of shape (limits, samples).
+        max_tokens = np.array(limits, np.int64)[:, None]
         if is_packed:
             first_begins = np.maximum(
                 np.searchsorted(tokens_before, tokens_before[1:] - max_tokens),
@@ -189,32 +192,36 @@ class ByLength:
         else:
             first_begins = ends - max_tokens // sorted_lengths
             costs_per_sample = sorted_lengths * (ATTENTION_WIDTH + sorted_lengths)
-        first_begins = first_begins.clip(0, ends - 1).tolist()
+        first_begins = first_begins.clip(0, ends - 1)
         # Smallest cost of the first 0, 1, 2, ... samples, and where their last micro-batch begins.
-        best_costs = np.zeros(num_samples + 1, np.int64)
-        begins = np.zeros(num_samples + 1, np.int64)
-        descending_sizes = np.arange(num_samples, 0, -1)
-        for end in range(1, num_samples + 1):
-            first_begin = first_begins[end - 1]
-            sizes = descending_sizes[first_begin - end :]  # of micro-batches from each begin to end
-            costs = best_costs[first_begin:end] + sizes * costs_per_sample[end - 1]
+        best_costs = np.zeros((len(limits), num_samples + 1), np.int64)
+        begins = np.zeros((len(limits), num_samples + 1), np.int64)
+        for end, lowest in enumerate(first_begins.min(0).tolist(), start=1):  # of all limits
+            begin = np.arange(lowest, end)
+            cost = (end - begin) * costs_per_sample[end - 1]
             if len(rows):
-                num_tokens = tokens_before[end] - tokens_before[first_begin:end]
-                costs += _computed_tokens(num_tokens, rows) * ATTENTION_WIDTH
-            cheapest = int(costs.argmin())
-            best_costs[end] = costs[cheapest] + overhead * ATTENTION_WIDTH
-            begins[end] = first_begin + cheapest
-        boundaries = _followed(begins)
+                num_tokens = tokens_before[end] - tokens_before[lowest:end]
+                cost += _computed_tokens(num_tokens, rows) * ATTENTION_WIDTH
+            costs = best_costs[:, lowest:end] + cost
+            costs[begin < first_begins[:, end - 1, None]] = TOO_LARGE
+            best_costs[:, end] = costs.min(1) + overhead * ATTENTION_WIDTH
+            begins[:, end] = lowest + costs.argmin(1)
+        all_boundaries = [_followed(of_limit) for of_limit in begins]
         if not is_packed:
-            boundaries = _even_out(boundaries, sorted_lengths)
-            costs = np.diff(boundaries) * costs_per_sample[boundaries[1:] - 1]
-            return boundaries, costs + overhead * ATTENTION_WIDTH
+            all_boundaries = [_even_out(b, sorted_lengths) for b in all_boundaries]
+            return [
+                (b, np.diff(b) * costs_per_sample[b[1:] - 1] + overhead * ATTENTION_WIDTH)
+                for b in all_boundaries
+            ]
         # What is the same for all splits was left out.
         if not len(rows):
             best_costs += tokens_before * ATTENTION_WIDTH
         if not self.pads_attention:
-            best_costs[1:] += np.cumsum(sorted_lengths**2)
-        return boundaries, np.diff(best_costs[boundaries])
+            best_costs[:, 1:] += np.cumsum(sorted_lengths**2)
+        return [
+            (boundaries, np.diff(costs[boundaries]))
+            for boundaries, costs in zip(all_boundaries, best_costs, strict=True)
+        ]
 
 
 def padded_tokens(plan: Plan, lengths: np.ndarray) -> int:
@@ -302,7 +309,7 @@ def _followed(begins: np.ndarray) -> np.ndarray:
 
 def _even_out(boundaries: np.ndarray, sorted_lengths: np.ndarray) -> np.ndarray:
     """Make consecutive micro-batches with the same padded length equally large, larger ones first,
-    given and returned as `cheapest_boundaries`: the largest then needs less memory.
+    given and returned as in `cheapest_splits`: the largest then needs less memory.
     """
     padded_lengths = sorted_lengths[boundaries[1:] - 1]
     is_new_length = np.append(True, padded_lengths[1:] != padded_lengths[:-1])

@@ -84,7 +84,7 @@ def fits(group, lengths, limit, overhead):
 def cheapest(lengths, limit, overhead):
     """The micro-batches between the cheapest cuts, one a list of lengths."""
     widths = np.maximum(np.sort(lengths), 1)
-    cuts, _ = planner(limit, overhead).cheapest_boundaries(widths, limit)
+    ((cuts, _),) = planner(limit, overhead).cheapest_splits(widths, [limit])
     return [widths[a:b] for a, b in pairwise(cuts.tolist())]
 
 
@@ -138,7 +138,7 @@ def test_cheapest_cuts_of_packed_tokens(lengths, limit, overhead, pads_attention
                 prices.append(sum(packed_price(group, *options) for group in groups))
     computed = Computed.REAL if row_limit is None else Computed.ROWS
     plans = planner(row_limit, overhead, computed=computed, pads_attention=pads_attention)
-    boundaries, _ = plans.cheapest_boundaries(widths, limit)
+    ((boundaries, _),) = plans.cheapest_splits(widths, [limit])
     chosen = [widths[a:b].tolist() for a, b in pairwise(boundaries)]
     assert all(fits_packed(group, limit) for group in chosen)
     found = sum(packed_price(group, overhead, pads_attention, row_limit) for group in chosen)
