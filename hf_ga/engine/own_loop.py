@@ -239,6 +239,12 @@ class OwnLoop:
         """Run all forwards and backwards of a window on this rank."""
         if self._rehearsal is not None:
             self._rehearse(window)
+        # Those of the micro-batches within it have nothing left to replace.
+        with self.engine.draws.scope():
+            self._run_slots(window)
+
+    def _run_slots(self, window: Window) -> None:
+        """Run all micro-batches of a window on this rank."""
         index = 0
         while index < len(self._slots):
             must_rejoin = False

@@ -197,9 +197,11 @@ class SpeedUps:
         self._may_use = self._num_windows > 1 and not is_rehearsed
         if gradient.backend.is_sharded or is_ordered:
             self._untried = []
-        self._leave_out_hooked()
+        compiled = compiled_modules(model) if self.used else []
+        if compiled:
+            self._leave_out_uncompiled()
         if self._may_use:  # hooks of a rehearsal change the output layer, too
-            self._leave_out_sharded(models)
+            self._leave_out_sharded(models, compiled)
         if not (self.used or self._untried):
             yield
             return
@@ -363,14 +365,11 @@ class SpeedUps:
         self._plain_keys = dict(chosen.plain_keys)
         self._plain_keys_by_kind = dict(chosen.plain_keys_by_kind)
 
-    def _leave_out_hooked(self) -> None:
-        """Leave out what does not work in compiled layers, if the model was compiled after the
-        trials.
-        """
-        hooked = [s for s in self.used if isinstance(s, Packing | FusedAttention)]
-        hooked = [s for s in hooked if not s.is_compiled]
-        if hooked and compiled_modules(self._model):
-            self._leave_out(hooked, "the model's layers were compiled")
+    def _leave_out_uncompiled(self) -> None:
+        """Leave out what does not work in layers that were compiled after the trials."""
+        replacing = [s for s in self.used if isinstance(s, Packing | FusedAttention)]
+        uncompiled = [speed_up for speed_up in replacing if not speed_up.is_compiled]
+        self._leave_out(uncompiled, "the model's layers were compiled")
 
     def _give_up(self, reason: str) -> None:
         """Use no speed-ups from now on."""
@@ -379,7 +378,9 @@ class SpeedUps:
             self._gradient.has_other_keys = True
         self._leave_out([*self.used, *self._untried], reason)
 
-    def _leave_out_sharded(self, models: Sequence[nn.Module]) -> None:
+    def _leave_out_sharded(
+        self, models: Sequence[nn.Module], compiled: Sequence[nn.Module]
+    ) -> None:
         """Leave out what a model does not allow that was sharded after the trials: FSDP1 reads
         all outputs, and an output layer of a unit of its own is gone when the loss is computed.
         """
@@ -387,7 +388,7 @@ class SpeedUps:
             self._leave_out_lazy("FSDP1 reads other outputs than the loss")
         chunked = [speed_up for speed_up in self.used if isinstance(speed_up, ChunkedLoss)]
         for speed_up in chunked:
-            speed_up.find_output_layer()
+            speed_up.find_output_layer(compiled)
         lost = [speed_up for speed_up in chunked if speed_up.output_layer is None]
         self._leave_out(lost, "the output layer was changed or sharded after the trials")
 

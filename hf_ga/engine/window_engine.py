@@ -62,6 +62,7 @@ from hf_ga.model.forward import (
     force_eager,
     is_compiled,
     module_modes,
+    modules_of,
     snapshot_state,
     unwrapped,
 )
@@ -807,10 +808,12 @@ def trainable_parameters(
         if isinstance(model, FSDPModule):
             for unit in fsdp2_units(model):
                 unit.reshard()
-    parameters = [p for model in models for p in model.parameters()]
+    modules = [module for model in models for module in modules_of(model) if module._parameters]
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     for optimizer in optimizers:
         parameters += [p for group in optimizer.param_groups for p in group["params"]]
-    return [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+    by_id = {id(parameter): parameter for parameter in parameters}
+    return [parameter for parameter in by_id.values() if parameter.requires_grad]
 
 
 def _warn_of_hooks(parameters: Sequence[nn.Parameter]) -> None:

@@ -34,23 +34,22 @@ def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
     """Set attributes of several objects temporarily, as `override` does for one."""
     previous = [(target, name, vars(target).get(name, MISSING)) for target, name, _ in replacements]
     try:
-        for target, name, value in replacements:
-            _set(target, name, value)
+        _set_all(replacements)
         yield
     finally:
-        for target, name, previous_value in reversed(previous):
-            if previous_value is not MISSING:
-                _set(target, name, previous_value)
-            elif name in vars(target):
+        _set_all(previous[::-1])
+
+
+def _set_all(replacements: Sequence[Replacement]) -> None:
+    """Set attributes, or delete those whose value is `MISSING`."""
+    for target, name, value in replacements:
+        if value is MISSING:
+            if name in vars(target):
                 delattr(target, name)
-
-
-def _set(target: Any, name: str, value: Any) -> None:
-    """Set an attribute that is no parameter, module or buffer; among these torch would look."""
-    if isinstance(target, nn.Module):
-        vars(target)[name] = value
-    else:
-        setattr(target, name, value)
+        elif isinstance(target, nn.Module):  # torch would look among parameters and buffers first
+            vars(target)[name] = value
+        else:
+            setattr(target, name, value)
 
 
 @contextmanager

@@ -61,25 +61,28 @@ class ChunkedLoss(SpeedUp):
         has an output layer that can be made lazy.
         """
         self._model = model
-        self.find_output_layer()
+        self.find_output_layer(compiled_modules(model))
         if self.output_layer is None:
             return "it has no plain linear output layer"
         return None
 
-    def find_output_layer(self) -> None:
+    def find_output_layer(self, compiled: Sequence[nn.Module]) -> None:
         """Find the model's output layer (`get_output_embeddings()`), before each window.
 
         It must be a plain `nn.Linear` without hooks or a replaced forward: adapters and quantized
         layers have other types. It must not be in a compiled module, whose graph lazy logits would
         break, nor in an FSDP unit other than the whole model, which would shard the layer again
         before the loss needs its weight.
+
+        Args:
+            compiled: The compiled modules of the model.
         """
         self.output_layer = None
         get_output_embeddings = getattr(self._model, "get_output_embeddings", None)
         layer = None if get_output_embeddings is None else get_output_embeddings()
         if type(layer) is not nn.Linear or "forward" in vars(layer) or layer._forward_hooks:
             return
-        if any(layer in root.modules() for root in compiled_modules(self._model)):
+        if any(layer in root.modules() for root in compiled):
             return
         if isinstance(self._model, FSDPModule):
             for unit in self._model.modules():
