@@ -679,9 +679,14 @@ def _kernel_arguments(options: AttentionOptions) -> dict[str, Any]:
 
 
 class Attention(torch.autograd.Function):
-    """Attention of packed samples as an autograd function; call `attention` instead.
+    """Compute dropout(softmax(q k^T * scale)) v within each of the packed samples.
 
-    `apply` takes the arguments of `attention`.
+    `apply` takes the arguments of `forward` but the context.
+
+    Example:
+        seeds = keys ^ signed(site)
+        options = AttentionOptions(drop_probability=0.1, scale=0.125, is_causal=True)
+        out = Attention.apply(q, k, v, cu_seqlens, 512, seeds, options)
     """
 
     @staticmethod
@@ -699,17 +704,33 @@ class Attention(torch.autograd.Function):
 
         Args:
             ctx: Context of the autograd function.
-            q: Queries, of shape (num_tokens, num_heads, head_dim).
-            k: Keys, of shape (num_tokens, num_kv_heads, head_dim).
+            q: Queries of shape (num_tokens, num_heads, head_dim), float32, float16 or bfloat16,
+                with head_dim <= 256. num_tokens is the number of tokens of all samples.
+            k: Keys of shape (num_tokens, num_kv_heads, head_dim). num_heads is a multiple of
+                num_kv_heads (grouped-query attention).
             v: Values, of the shape of k.
             cu_seqlens: Where each sample starts, then num_tokens: int32, of shape (samples + 1,).
             max_length: Number of tokens of the longest sample.
-            seeds: Dropout seed of each sample: int64. None without dropout.
-            options: What is computed.
+            seeds: The sample's key XOR the key of the dropout site: int64, of shape (samples,).
+                None without dropout.
+            options: What is computed. A sliding window needs causal attention.
 
         Returns:
             A contiguous tensor of the shape of q.
+
+        Raises:
+            ValueError: If there is a sliding window without causal attention, dropout without
+                seeds, or head_dim > 256.
         """
+        if options.sliding_window is not None and not options.is_causal:
+            raise ValueError(
+                "a sliding window needs causal attention: pass is_causal=True or "
+                "sliding_window=None."
+            )
+        if q.shape[-1] > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim {q.shape[-1]} > {MAX_HEAD_DIM} is not supported.")
+        if seeds is None and options.drop_probability > 0:
+            raise ValueError(f"seeds are needed for dropout {options.drop_probability}.")
         seeds = cu_seqlens if seeds is None else seeds  # not read without dropout
         q = _with_contiguous_vectors(q)
         k = _with_contiguous_vectors(k)
@@ -812,52 +833,6 @@ class Attention(torch.autograd.Function):
                 **_launch_arguments(key_launch),
             )
         return q_grad, k_grad, v_grad, None, None, None, None
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_length: int,
-    seeds: Tensor | None,
-    options: AttentionOptions,
-) -> Tensor:
-    """Compute dropout(softmax(q k^T * scale)) v within each of the packed samples.
-
-    Args:
-        q: Queries of shape (num_tokens, num_heads, head_dim), float32, float16 or bfloat16, with
-            head_dim <= 256. num_tokens is the number of tokens of all samples.
-        k: Keys of shape (num_tokens, num_kv_heads, head_dim). num_heads is a multiple of
-            num_kv_heads (grouped-query attention).
-        v: Values of shape (num_tokens, num_kv_heads, head_dim).
-        cu_seqlens: Where each sample starts, then num_tokens: int32, of shape (samples + 1,).
-        max_length: Number of tokens of the longest sample.
-        seeds: The sample's key XOR the key of the dropout site: int64, of shape (samples,). None
-            without dropout.
-        options: What is computed. A sliding window needs causal attention.
-
-    Returns:
-        A contiguous tensor of shape (num_tokens, num_heads, head_dim).
-
-    Raises:
-        ValueError: If there is a sliding window without causal attention, dropout without seeds, or
-            head_dim > 256.
-
-    Example:
-        seeds = keys ^ signed(site)
-        options = AttentionOptions(drop_probability=0.1, scale=0.125, is_causal=True)
-        out = attention(q, k, v, cu_seqlens, 512, seeds, options)
-    """
-    if options.sliding_window is not None and not options.is_causal:
-        raise ValueError(
-            "a sliding window needs causal attention: pass is_causal=True or sliding_window=None."
-        )
-    if q.shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim {q.shape[-1]} > {MAX_HEAD_DIM} is not supported.")
-    if seeds is None and options.drop_probability > 0:
-        raise ValueError(f"seeds are needed for dropout {options.drop_probability}.")
-    return Attention.apply(q, k, v, cu_seqlens, max_length, seeds, options)
 
 
 def _shape_arguments(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:

@@ -28,6 +28,7 @@ from benchmark.measuring import measure_one_by_one
 from benchmark.report import Bound, Section, best_of_trainer, speed_table
 from benchmark.setting import Setting, build_model, make_accelerator
 from hf_ga.order.length_plan import ATTENTION_WIDTH, CPU_OVERHEAD, GPU_OVERHEAD
+from hf_ga.rows.options import AttentionOptions
 from hf_ga.training import LossSettings, remember
 
 # Number of kernels in the table of the profile.
@@ -217,10 +218,15 @@ def profile(setting: Setting) -> Section:
 def attention(setting: Setting) -> Section:
     """Benchmark causal attention alone, forward and backward, on a GPU: hf_ga's kernels on packed
     samples with keyed dropout, and torch's `scaled_dot_product_attention` on padded samples with
-    its own dropout. The heads are those of the setting's model.
+    its own dropout; without dropout, also torch's kernels on packed samples, with a deterministic
+    backward. The heads are those of the setting's model.
     """
     if setting.device == "cpu":
         return Section("Attention alone: needs a GPU", ["attention"], [])
+    # Imported lazily, because it needs Triton.
+    from hf_ga.rows.attention_kernel import Attention
+    from hf_ga.rows.varlen_attention import VarlenAttention
+
     num_heads = setting.shape.heads
     head_dim = setting.shape.width // num_heads
     rows = []
@@ -236,10 +242,15 @@ def attention(setting: Setting) -> Section:
         # operations for each pair of tokens; causal attention needs half of the pairs.
         operations = 14 * head_dim * num_heads * float((lengths**2).sum()) / 2
         for dropout_p in (0.0, 0.1):
-            for name, function in {
-                "packed, keyed": partial(_packed_attention, packed, lengths, dropout_p),
+            arms = {
+                "packed, keyed": partial(_packed_attention, Attention, packed, lengths, dropout_p),
                 "padded, torch": partial(_padded_attention, padded, dropout_p),
-            }.items():
+            }
+            if dropout_p == 0:
+                arms["packed, torch"] = partial(
+                    _packed_attention, VarlenAttention, packed, lengths, dropout_p
+                )
+            for name, function in arms.items():
                 function()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -251,18 +262,16 @@ def attention(setting: Setting) -> Section:
     return Section(f"Attention alone, {num_heads} heads of {head_dim}, bf16", header, rows)
 
 
-def _packed_attention(packed: Tensor, lengths: np.ndarray, dropout_p: float) -> None:
-    """Run forward and backward of hf_ga's attention kernels with keyed dropout; `packed` has the
-    queries, keys and values, shape (tokens, 3, heads, head_dim).
+def _packed_attention(
+    kernel: type[torch.autograd.Function], packed: Tensor, lengths: np.ndarray, dropout_p: float
+) -> None:
+    """Run forward and backward of attention of packed samples; `packed` has the queries, keys and
+    values, shape (tokens, 3, heads, head_dim).
     """
-    # Imported lazily, because it needs Triton.
-    from hf_ga.rows.attention_kernel import attention
-    from hf_ga.rows.options import AttentionOptions
-
     ends = np.cumsum(lengths)
     offsets = torch.tensor([0, *ends], dtype=torch.int32).to("cuda")
     query, key, value = packed.unbind(1)
-    output = attention(
+    output = kernel.apply(
         query,
         key,
         value,

@@ -15,7 +15,7 @@ from hf_ga.draws.dropout.masks import keep_mask
 from hf_ga.draws.hashing import signed
 
 pytest.importorskip("triton", reason="the kernels need Triton")
-from hf_ga.rows.attention_kernel import attention
+from hf_ga.rows.attention_kernel import Attention
 from hf_ga.rows.options import AttentionOptions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,7 +25,7 @@ FLOOR = 1 / 16  # of one rounding, relative to the norm
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `attention`."""
+    """A call of `Attention.apply`."""
 
     lengths: tuple[int, ...]
     heads: int = 2
@@ -104,7 +104,7 @@ def dense(case, kept, q, k, v):
 def kernel(case, keys, q, k, v):
     starts = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device=DEVICE)
     seeds = keys ^ signed(SITE) if case.drop_probability else None
-    return attention(q, k, v, starts, max(case.lengths), seeds, case.options)
+    return Attention.apply(q, k, v, starts, max(case.lengths), seeds, case.options)
 
 
 def with_gradients(function, tensors, gradient, dtype=None):
@@ -242,4 +242,4 @@ def test_what_is_not_supported_is_an_error(case, seeded, why):
     tensors, _, keys = inputs(case)
     starts = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match=why):
-        attention(*tensors, starts, 5, keys if seeded else None, case.options)
+        Attention.apply(*tensors, starts, 5, keys if seeded else None, case.options)
