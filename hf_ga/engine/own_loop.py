@@ -73,6 +73,7 @@ class OwnLoop:
         self._slots: list[Slot] = []
         self._rehearsal: Slot | None = None
         engine.splits_where_memory_runs_out = True
+        engine.hides_sums = False
         engine.speed_ups.is_resumed = True  # this loop calls the model as speed-ups need it
         if whole_batch is not None:
             engine.speed_ups.candidates = that_keep_outputs
