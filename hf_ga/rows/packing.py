@@ -428,8 +428,9 @@ def padded_sides(mask: Tensor) -> set[str]:
     >>> padded_sides(torch.tensor([[1, 1, 0], [1, 1, 1]]))
     {'right'}
     """
-    has_fall = (mask[:, 1:] < mask[:, :-1]).any(1)  # padding after a token
-    has_rise = (mask[:, 1:] > mask[:, :-1]).any(1)  # a token after padding
+    is_real = (mask != 0).numpy()
+    has_fall = (is_real[:, 1:] < is_real[:, :-1]).any(1)  # padding after a token
+    has_rise = (is_real[:, 1:] > is_real[:, :-1]).any(1)  # a token after padding
     sides = set()
     if (has_fall & ~has_rise).any():
         sides.add("right")
@@ -476,8 +477,8 @@ def _has_targets_at_padding(mask: Tensor, labels: Any) -> bool:
     """
     if not isinstance(labels, Tensor) or labels.shape != mask.shape:
         return False
-    is_target = labels.cpu() != IGNORED_LABEL
-    is_padding = mask == 0
+    is_target = (labels.cpu() != IGNORED_LABEL).numpy()
+    is_padding = (mask == 0).numpy()
     at_own_column = bool((is_target & is_padding).any())
     at_column_before = bool((is_target[:, 1:] & is_padding[:, :-1]).any())
     return at_own_column or at_column_before

@@ -8,8 +8,10 @@ import numpy as np
 
 from hf_ga.errors import ConfigError
 
-FACTOR = 2654435761  # near 2^32 / golden ratio (Knuth, The Art of Computer Programming, 6.4)
-NUM_BITS = 20  # sums over 2^33 samples are exact in float64
+# Near 2^64 / golden ratio (Knuth, The Art of Computer Programming, 6.4).
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+# The highest 20 of 64 bits are kept: sums over 2^33 samples are exact in float64.
+NUM_DROPPED_BITS = np.uint64(44)
 
 
 class SampleCount:
@@ -64,5 +66,5 @@ def check_samples(sums: tuple[float, float], num_processes: int) -> None:
 
 def _checksum(positions: np.ndarray) -> float:
     """Return a sum that hardly any other set of positions has, an integer."""
-    mixed = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(FACTOR)
-    return float(((mixed >> np.uint64(8)) % np.uint64(1 << NUM_BITS)).sum())
+    mixed = (positions.astype(np.uint64) + np.uint64(1)) * FACTOR
+    return float((mixed >> NUM_DROPPED_BITS).sum())

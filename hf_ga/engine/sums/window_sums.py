@@ -39,8 +39,8 @@ class WindowSums:
         lacks_values: Whether the values of some terms could not be found.
         part: The sum of the parts of a loss of the whole window.
         has_parts: Whether micro-batches add such parts (see `add_part`).
-        stays_in_grad: Whether the sums of the last backward may stay in `.grad` until another method
-            needs them, as nobody looks at it within a window.
+        stays_in_grad: Whether the sums of the last backward may stay in `.grad` until they are
+            needed, as nobody looks at it within a window.
         num_micro_batches: About how many micro-batches the window has on all ranks.
         is_reached_anywhere: For each parameter, whether it has a gradient on any rank. The owner
             sets it at the window's end.
