@@ -164,7 +164,8 @@ class SpeedUps:
         model = unwrapped(models[0]) if len(models) == 1 else None
         if model is None or Packing.name in self.left_out:
             return False
-        return bool(compiled_modules(model)) and can_run_rows(model)
+        compiled = compiled_modules(model)
+        return bool(compiled) and can_run_rows(model, compiled)
 
     # Windows and micro-batches
 

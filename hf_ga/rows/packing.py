@@ -11,7 +11,7 @@ which models this leaves loss and gradient unchanged.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -101,7 +101,7 @@ class Packing(SpeedUp):
             # Here: importing torch's compiler takes a second.
             from hf_ga.rows.compiled_rows import CompiledRows
 
-            reason = reason_not_to_run_rows(model, layers)
+            reason = reason_not_to_run_rows(model, layers, compiled)
             if reason is not None:
                 return reason
         self._dropout = draws
@@ -394,15 +394,19 @@ def find_layer_stack(model: nn.Module) -> nn.ModuleList | None:
     return max(stacks.values(), key=_num_parameters, default=None)
 
 
-def can_run_rows(model: nn.Module) -> bool:
-    """Whether the compiled layers of a model can be tried on rows."""
+def can_run_rows(model: nn.Module, compiled: Collection[nn.Module]) -> bool:
+    """Whether the layers of a model, of which `compiled` are or will be compiled, can be tried on
+    rows.
+    """
     layers = find_layer_stack(model)
-    return layers is not None and reason_not_to_run_rows(model, layers) is None
+    return layers is not None and reason_not_to_run_rows(model, layers, compiled) is None
 
 
-def reason_not_to_run_rows(model: nn.Module, layers: nn.ModuleList) -> str | None:
+def reason_not_to_run_rows(
+    model: nn.Module, layers: nn.ModuleList, compiled: Collection[nn.Module]
+) -> str | None:
     """Return why the layers of a model are not run on rows; None if it can be tried."""
-    if set(compiled_modules(model)) != set(layers):
+    if set(compiled) != set(layers):
         return "other modules than its layers are compiled"
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if name is None or AttentionInterface().get(name) is not sdpa_attention_forward:

@@ -2,7 +2,11 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from datasets import load_dataset
@@ -11,10 +15,24 @@ from hf_ga import FinetuneConfig
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.data import prepare_data
 from hf_ga.finetuning.data.formats.corpus import train_tokenizer
+from hf_ga.finetuning.data.formats.documents import to_dataset
 from hf_ga.finetuning.data.formats.files import load_files
 
 DATE = "2024-01-02"
 OTHER_FORM = "2024-01-02T03:04:05Z"
+# Prints by how many MiB memory rises at most. (The peak of `getrusage` is that of pytest at first.)
+MEASURE = """
+import json, re, sys
+from pathlib import Path
+from hf_ga.finetuning.data.formats.files import load_files
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+path, is_control = sys.argv[1:]
+before = peak()
+rows = [*map(json.loads, open(path))] if is_control == "True" else load_files([path], "train")
+assert len(rows) == 150_000
+print(peak() - before)
+"""
 
 
 def write_lines(path, rows):
@@ -103,3 +121,51 @@ def test_a_streamed_list_without_dates(tmp_path):
     path.write_text(json.dumps([{"text": "a"}, {"text": "b"}]))
     found = list(load_files([str(path)], "train", streaming=True))
     assert found == [{"text": "a"}, {"text": "b"}]
+
+
+TYPES = {
+    "numbers that have decimals later": (1, 0.5),
+    "numbers and texts": (1, "a"),
+    "none at first": (None, "a"),
+    "an empty list": ([], ["a"]),
+    "objects with other keys": ({"a": 1}, {"b": 2}),
+    "a list and an object": ([1], {"b": 2}),
+    "lists of objects with other keys": ([{"a": 1}], [{"a": 1}, {"b": None}]),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_the_types_of_a_mapped_file_are_of_all_rows(name, tmp_path):
+    """`datasets` writes 1,000 rows at a time. The reference knows all at once."""
+    first, other = TYPES[name]
+    rows = [{"date": DATE, "x": first}] * 1001 + [{"x": other, "more": True}]
+    found = load_files([write_lines(tmp_path / "rows.jsonl", rows)], "train")
+    expected = to_dataset(rows)
+    assert found.features == expected.features
+    assert list(found) == list(expected)
+    assert found.cache_files
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    for day in (DATE, "2024-01-03"):
+        path = write_lines(tmp_path / "rows.jsonl", [{"text": day}] * 2)
+        assert load_files([path], "train")["text"][:] == [day] * 2
+        assert load_files([path], "train")["text"][:] == [day] * 2
+
+
+def risen_mib(path, *, is_control: bool) -> float:
+    command = [sys.executable, "-c", MEASURE, path, str(is_control)]
+    cache = {"HF_DATASETS_CACHE": str(Path(path).parent / "cache")}
+    return float(subprocess.check_output(command, env=os.environ | cache, text=True))
+
+
+@pytest.mark.slow("reads 200 MB in two processes")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_a_large_file_is_not_held_in_memory(tmp_path):
+    """The control: Python holds the rows."""
+    turns = [{"role": role, "content": role * 75} for role in ("question ", "answer ")]
+    path = write_lines(tmp_path / "rows.jsonl", [{"date": DATE, "messages": turns}] * 150_000)
+    mapped = risen_mib(path, is_control=False)
+    held = risen_mib(path, is_control=True)
+    print(f"{Path(path).stat().st_size / 1e6:.0f} MB: {mapped:.0f} MiB mapped, {held:.0f} held")
+    assert mapped < 100 < 300 < held

@@ -77,6 +77,10 @@ CASES = {
         ["unknown lr_scheduler_type 'step'", "cosine", "linear"],
     ),
     "unknown pooling": ("--task embedding --pooling max", ["unknown pooling 'max'", "lasttoken"]),
+    "half compiled": (
+        "--torch_compile half",
+        ["torch_compile must be true, false or auto, got 'h"],
+    ),
     "a temperature of 0": (
         "--task embedding --temperature 0",
         ["temperature must be greater than 0"],
@@ -539,7 +543,6 @@ def test_bad_input(name, files, tmp_path, capsys):
 CANNOT_BE_WRONG = {
     "trust_remote_code": "says nothing where no model is named",
     "gradient_checkpointing": "only the class of the built model knows whether it can",
-    "torch_compile": "only the built model knows whether it has repeated layers",
     "fsdp_reduce_each_micro_batch": "says nothing where weights are not cut into shards",
     "allow_split_dependent_randomness": "only allows",
     "tf32": "only allows, on a GPU",

@@ -6,14 +6,15 @@ the formats that pandas' `to_json` writes.
 Dates in JSON files stay texts. pyarrow, with which `datasets` reads JSON, converts strings that are
 ISO 8601 dates to timestamps if all strings of a column (or of a block of about 10 MB of the file)
 are dates. "2024-01-02" would become a `datetime`, or the string "2024-01-02 00:00:00" where other
-blocks have other texts.
+blocks have other texts. So Python reads files with dates, into a file that is mapped into memory.
 """
 
 import gzip
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -82,7 +83,7 @@ def read_document(
     with open_json(path) as lines:
         if streaming or not any(map(_DATE.search, lines)):
             return None
-    return {None: to_dataset(_read_rows(path))}, None
+    return {None: _map_rows(path)}, None
 
 
 def to_dataset(rows: Sequence[Row]) -> Dataset:
@@ -231,14 +232,44 @@ def _is_list_of(item_type: type, value: Any) -> bool:
     return is_list and all(isinstance(item, item_type) for item in value)
 
 
-def _read_rows(path: str) -> list[Row]:
+def _map_rows(path: str) -> Dataset:
+    """Read the rows of `_read_rows` twice: for the types of all of them, and into a file of the
+    cache of `datasets`, which is mapped into memory.
+    """
+    status = Path(path).stat()
+    version = (status.st_size, status.st_mtime_ns)
+    shapes = _distinct(map(_shape, _read_rows(path, version)))
+    return Dataset.from_generator(
+        _read_rows,
+        features=to_dataset(shapes).features,
+        gen_kwargs={"path": path, "version": version},
+    )
+
+
+def _shape(value: Any) -> Any:
+    """Reduce a JSON value to its type: empty texts, zeros, and lists without repeats."""
+    if isinstance(value, dict):
+        return {key: _shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return _distinct(map(_shape, value))
+    return type(value)()
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    """Leave out JSON values that are equal to earlier ones. (In Python, 0 equals 0.0 and False.)"""
+    return list({json.dumps(value): value for value in values}.values())
+
+
+def _read_rows(path: str, version: tuple[int, int]) -> Iterator[Row]:
     """Read a JSON file of one row per line, or with a list of objects or strings, by Python's JSON
-    reader, which does not convert dates.
+    reader, which does not convert dates. The cache finds the rows by both arguments.
     """
     with open_json(path) as file:
-        lines = [line for line in file if line.strip()]
-    if not lines[0].lstrip().startswith("["):
-        return list(map(json.loads, lines))
-    rows = json.loads("".join(lines))
+        lines = (line for line in file if line.strip())
+        first_line = next(lines)
+        if not first_line.lstrip().startswith("["):
+            yield from map(json.loads, chain([first_line], lines))
+            return
+        rows = json.loads(first_line + file.read())
     # As `datasets` does with a list of strings.
-    return [{"text": row} if isinstance(row, str) else row for row in rows]
+    yield from ({"text": row} if isinstance(row, str) else row for row in rows)
