@@ -433,8 +433,10 @@ def padded_sides(mask: Tensor) -> set[str]:
     {'right'}
     """
     is_real = (mask != 0).numpy()
-    has_fall = (is_real[:, 1:] < is_real[:, :-1]).any(1)  # padding after a token
     has_rise = (is_real[:, 1:] > is_real[:, :-1]).any(1)  # a token after padding
+    if not has_rise.any():
+        return set() if is_real.all() else {"right"}
+    has_fall = (is_real[:, 1:] < is_real[:, :-1]).any(1)  # padding after a token
     sides = set()
     if (has_fall & ~has_rise).any():
         sides.add("right")
