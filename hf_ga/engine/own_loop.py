@@ -240,25 +240,20 @@ class OwnLoop:
         """Run all forwards and backwards of a window on this rank."""
         if self._rehearsal is not None:
             self._rehearse(window)
-        # Those of the micro-batches within it have nothing left to replace.
-        with self.engine.draws.scope():
-            self._run_slots(window)
-
-    def _run_slots(self, window: Window) -> None:
-        """Run all micro-batches of a window on this rank."""
         index = 0
-        while index < len(self._slots):
-            must_rejoin = False
-            try:
-                self._run_slot(self._slots[index], window, index)
-            except Exception as error:
-                must_rejoin = self._can_rejoin(error)
-                if not must_rejoin:
-                    raise
-            if must_rejoin:  # not in the `except` block, where the traceback still keeps tensors
-                self._rejoin(window, index)
-            else:
-                index += 1
+        with self.engine.draws.scope():  # those of the micro-batches have nothing left to replace
+            while index < len(self._slots):
+                must_rejoin = False
+                try:
+                    self._run_slot(self._slots[index], window, index)
+                except Exception as error:
+                    must_rejoin = self._can_rejoin(error)
+                    if not must_rejoin:
+                        raise
+                if must_rejoin:  # not in the `except` block, where the traceback keeps tensors
+                    self._rejoin(window, index)
+                else:
+                    index += 1
 
     def _can_rejoin(self, error: Exception) -> bool:
         """Whether this rank can go on after an error: if it is the first time that memory ran out
