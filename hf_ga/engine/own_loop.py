@@ -73,7 +73,6 @@ class OwnLoop:
         self._slots: list[Slot] = []
         self._rehearsal: Slot | None = None
         engine.splits_where_memory_runs_out = True
-        engine.hides_sums = False
         engine.speed_ups.is_resumed = True  # this loop calls the model as speed-ups need it
         if whole_batch is not None:
             engine.speed_ups.candidates = that_keep_outputs
@@ -241,7 +240,7 @@ class OwnLoop:
         if self._rehearsal is not None:
             self._rehearse(window)
         index = 0
-        with self.engine.draws.scope():  # those of the micro-batches have nothing left to replace
+        with self.engine.draws.scope():  # those of the micro-batches replace nothing then
             while index < len(self._slots):
                 must_rejoin = False
                 try:
@@ -273,7 +272,8 @@ class OwnLoop:
         micro_batch = self.engine.slot.micro_batch
         self.engine.gradient.failure = TooLarge(num_elements(micro_batch))
         offset = window.offsets_of(micro_batch)[:1]
-        (one_sample,) = window.split([offset]).micro_batches
+        with self.engine.draws.suspended():  # it may be collated anew
+            (one_sample,) = window.split([offset]).micro_batches
         filler = Slot(one_sample, is_filler=True)
         self._slots[index:] = [filler] * (len(self._slots) - index)
         self.engine.backend.rejoin(self.model)

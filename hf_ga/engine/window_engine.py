@@ -99,8 +99,6 @@ class WindowEngine:
         splits_where_memory_runs_out: Whether the loop computes such a window again, in smaller
             micro-batches.
         trusts_num_targets: Whether the numbers of targets in `add` were checked before.
-        hides_sums: Whether the loop looks at `.grad` between micro-batches, where it must not find
-            sums.
         watches_weights: Whether the loop may change weights in each window, and not only in those
             that are rehearsed.
         unused: Names of parameters that got no gradient in a trial of the loss.
@@ -124,7 +122,6 @@ class WindowEngine:
         self.looks = Looks()
         self.splits_where_memory_runs_out = False
         self.trusts_num_targets = False
-        self.hides_sums = True
         self.watches_weights = False
         self.unused: frozenset[str] = frozenset()
         self.models: list[nn.Module] = []
@@ -256,7 +253,6 @@ class WindowEngine:
             self.draws.weight_shapes = frozenset(p.shape for p in parameters)
             self.gradient = WindowGradient(self.backend, parameters)
             self.gradient.checks.trusts_numbers = self.trusts_num_targets
-            self.gradient.sums.stays_in_grad = not self.hides_sums
         if not goes_on:
             self.gradient.backend = self.backend
             self.gradient.begin(chunk_tree)

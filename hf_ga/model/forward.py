@@ -344,8 +344,7 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    # Which of them are plain is found out where they are restored, which is rare.
-    attributes = [(m, vars(m).copy()) for m in modules] if with_attributes else []
+    attributes = plain_attributes(modules) if with_attributes else []
 
     def restore() -> None:
         """Restore what the model held when `snapshot_state` was called."""
@@ -353,10 +352,9 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
             for module, name, buffer, value in saved:
                 module._buffers[name] = buffer
                 buffer.copy_(value)
-        for module, before in attributes:
-            for name, value in _plain(module, before):
-                if vars(module).get(name) is not value:
-                    vars(module)[name] = value
+        for module, name, value in attributes:
+            if vars(module).get(name) is not value:
+                vars(module)[name] = value
 
     return restore
 
@@ -366,18 +364,11 @@ def plain_attributes(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str,
     of wrappers, torch's own, and outputs of a forward, which are no state.
     """
     return [
-        (module, name, value) for module in modules for name, value in _plain(module, vars(module))
-    ]
-
-
-def _plain(module: nn.Module, attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return (name, value) of the plain ones among attributes of a module."""
-    if isinstance(module, WRAPPERS):
-        return []
-    return [
-        (name, value)
-        for name in attributes.keys() - OF_TORCH
-        if type(value := attributes[name]) in PLAIN_TYPES
+        (module, name, value)
+        for module in modules
+        if not isinstance(module, WRAPPERS)
+        for name, value in vars(module).items()
+        if type(value) in PLAIN_TYPES and name not in OF_TORCH
         if not isinstance(value, Tensor) or value.grad_fn is None
     ]
 

@@ -134,10 +134,14 @@ class CompiledRows:
             (layer, "forward", partial(run_layer, layer, partial(self._run, layer, layer.forward)))
             for layer in self._layers
         ]
-        # Compiled with its hooks, a layer would pack within the graph.
-        uncompiled = [(layer, "_compiled_call_impl", None) for layer in self._layers]
         of_attention = (AttentionInterface, "get_interface", get_interface)
-        return [(F, "dropout", dropout), of_attention, *forwards, *uncompiled]
+        return [(F, "dropout", dropout), of_attention, *forwards, *self.uncompiled()]
+
+    def uncompiled(self) -> list[Replacement]:
+        """Let the layers not run as the user compiled them: around a row, they would pack within
+        the graph, and padded samples have many shapes.
+        """
+        return [(layer, "_compiled_call_impl", None) for layer in self._layers]
 
     def _run(self, layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run a layer on a row."""

@@ -173,10 +173,11 @@ class Packing(SpeedUp):
 
     def replacements(self) -> list[Replacement]:
         """Let the layers, and transformers' attention functions, take packed tokens."""
+        if self._rows is not None:
+            is_row = self._tokens is not None
+            return self._rows.replacements(self._run_layer) if is_row else self._rows.uncompiled()
         if self._tokens is None:
             return []
-        if self._rows is not None:
-            return self._rows.replacements(self._run_layer)
         original_get_interface = AttentionInterface.get_interface
 
         def get_interface(*args: Any) -> Callable:

@@ -169,6 +169,8 @@ def is_right(
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             errors, plain_errors = _errors(device, dtype, head_dim, group, options)
+    except torch.OutOfMemoryError:  # says nothing about the kernel, and is not cached
+        raise
     except Exception as error:  # whatever it is: there are other kernels
         failure = repr(error)
     else:

@@ -10,6 +10,7 @@ from hf_ga.errors import ConfigError
 
 # Near 2^64 / golden ratio (Knuth, The Art of Computer Programming, 6.4).
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
+HALF = np.uint64(32)
 # The highest 20 of 64 bits are kept: sums over 2^33 samples are exact in float64.
 NUM_DROPPED_BITS = np.uint64(44)
 
@@ -67,4 +68,6 @@ def check_samples(sums: tuple[float, float], num_processes: int) -> None:
 def _checksum(positions: np.ndarray) -> float:
     """Return a sum that hardly any other set of positions has, an integer."""
     mixed = (positions.astype(np.uint64) + np.uint64(1)) * FACTOR
+    # Multiplied once, positions with equal sums would have equal checksums in many cases.
+    mixed = (mixed ^ (mixed >> HALF)) * FACTOR
     return float((mixed >> NUM_DROPPED_BITS).sum())

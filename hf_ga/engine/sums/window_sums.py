@@ -24,8 +24,7 @@ Sync = Callable[[], AbstractContextManager[None]]
 
 
 class WindowSums:
-    """The sums of one window at a time. `.grad` of the parameters is as before after each method,
-    but see `stays_in_grad`.
+    """The sums of one window at a time. `.grad` of the parameters is as before after each method.
 
     Args:
         backend: How ranks communicate.
@@ -39,8 +38,6 @@ class WindowSums:
         lacks_values: Whether the values of some terms could not be found.
         part: The sum of the parts of a loss of the whole window.
         has_parts: Whether micro-batches add such parts (see `add_part`).
-        stays_in_grad: Whether the sums of the last backward may stay in `.grad` until they are
-            needed, as nobody looks at it within a window.
         num_micro_batches: About how many micro-batches the window has on all ranks.
         is_reached_anywhere: For each parameter, whether it has a gradient on any rank. The owner
             sets it at the window's end.
@@ -49,13 +46,9 @@ class WindowSums:
     def __init__(self, backend: Backend, parameters: Sequence[nn.Parameter]) -> None:
         """Make the sums for these parameters."""
         self.backend = backend
-        self.stays_in_grad = False
         self.num_micro_batches = 1
         self._parameters = parameters
         self._first_exponent: int | None = None  # of shards' scale in the first window
-        self._sums: list[Gradients] = []  # of each group, but of the one whose sums are in `.grad`
-        self._in_grad: int | None = None  # that group
-        self._earlier: Gradients = []  # what was in `.grad` before
 
     def begin(self, chunk_tree: ChunkTree | None = None) -> None:
         """Begin a window, or begin it again: forget all sums.
@@ -64,7 +57,6 @@ class WindowSums:
             chunk_tree: For same bits, the tree over the micro-batches of the window, which fixes
                 the order of summation. None: any order.
         """
-        self._in_grad = None  # the loop has set `.grad` since
         device = self.backend.device
         self.loss = torch.zeros((), dtype=sum_dtype(device), device=device)
         self.part = torch.zeros_like(self.loss)
@@ -182,7 +174,6 @@ class WindowSums:
         """
         if not part.requires_grad:
             return
-        self._put_into_grad(None)
         earlier = [parameter.grad for parameter in self._parameters]
         set_gradients(self._parameters, self._parts)
         with ExitStack() as stack:
@@ -230,8 +221,9 @@ class WindowSums:
         if not loss.requires_grad:
             return
         is_sharded = self.backend.is_sharded
+        earlier = [parameter.grad for parameter in self._parameters]
         if not is_sharded:
-            self._put_into_grad(index)
+            set_gradients(self._parameters, self._buffers[index])
         terms = [reading.term for reading in readings if reading.term is not None]
         hooks: AbstractContextManager[None] = undivided(terms, scales)
         scaled = loss
@@ -240,36 +232,9 @@ class WindowSums:
             scaled = loss * scales[0]
         with sync(), self._without_hooks():
             self.backend.run_backward(scaled, hooks, retain_graph=retain_graph)
-        if is_sharded:
-            self._buffers[index] = [parameter.grad for parameter in self._parameters]
-        elif not self.stays_in_grad:
-            self._put_into_grad(None)
-
-    @property
-    def _buffers(self) -> list[Gradients]:
-        """The sums of each group."""
-        self._put_into_grad(None)
-        return self._sums
-
-    @_buffers.setter
-    def _buffers(self, buffers: list[Gradients]) -> None:
-        """Set the sums of each group."""
-        self._put_into_grad(None)
-        self._sums = buffers
-
-    def _put_into_grad(self, index: int | None) -> None:
-        """Put the sums of a group into `.grad`, to which a backward adds. None: put back what was
-        there before.
-        """
-        if index == self._in_grad:
-            return
-        present = [parameter.grad for parameter in self._parameters]
-        if self._in_grad is None:
-            self._earlier = present
-        else:
-            self._sums[self._in_grad] = present
-        set_gradients(self._parameters, self._earlier if index is None else self._sums[index])
-        self._in_grad = index
+        self._buffers[index] = [parameter.grad for parameter in self._parameters]
+        if not is_sharded:
+            set_gradients(self._parameters, earlier)
 
     def _without_hooks(self) -> AbstractContextManager[None]:
         """Within the block, hooks of parameters get no gradient: that of the window comes. Those of
