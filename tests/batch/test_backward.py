@@ -545,3 +545,66 @@ def test_axes_of_one_width_by_chance_are_told_apart():
     (groups,) = memory.token_entries.values()
     assert [group.names for group in groups] == [("attention_mask", "input_ids"), ("labels",)]
     assert len(memory.states) == 2
+
+
+class Adversarial(nn.Module):
+    """Scores inputs that are moved along the gradient of their own loss (FGM), and zeroes the
+    gradients that this backward leaves in the parameters, as tutorials do; or does not.
+    """
+
+    def __init__(self, zeroes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.zeroes = zeroes
+
+    def forward(self, x, y):
+        moved = x.detach().clone().requires_grad_(True)
+        (self.layers(moved).squeeze(-1) - y).square().sum().backward()
+        if self.zeroes:
+            self.zero_grad()
+        return self.layers(x + 0.1 * moved.grad.sign()).squeeze(-1)
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_backward_within_the_forward_leaves_the_sums_alone(zeroes):
+    def loss_fn(outputs, batch):
+        return (outputs - batch["y"]).square().sum(), len(batch["y"])
+
+    model = Adversarial(zeroes)
+    for step in range(12):  # rehearsed windows and others
+        batch = {"x": torch.randn(6, 5).double(), "y": torch.randn(6).double()}
+        outputs = model(**batch)
+        model.zero_grad()
+        total, number = loss_fn(outputs, batch)
+        (total / number).backward()
+        truth = h.gradients(model)
+        model.zero_grad()
+        hf_ga.backward(model, batch, micro_batch_size=2, loss_fn=loss_fn, step=step)
+        assert h.relative_error(h.gradients(model), truth) < 1e-12, step
+
+
+class Keeping(nn.Module):
+    """Keeps its last output in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.last = self.layer(x).tanh()
+        return self.last
+
+
+def test_outputs_that_a_module_keeps_are_freed_with_it():
+    def loss_fn(outputs, batch):
+        return outputs.square().sum(), len(outputs)
+
+    model = Keeping()
+    outputs = []
+    for step in range(4):
+        batch = {"x": torch.randn(6, 4)}
+        hf_ga.backward(model, batch, micro_batch_size=3, loss_fn=loss_fn, step=step)
+        outputs.append(weakref.ref(model.last))
+    gc.collect()
+    assert [output() is not None for output in outputs] == [False, False, False, True]

@@ -98,3 +98,18 @@ def test_the_order_and_the_split_do_not_matter():
     count.add(np.array([1, 2]))
     check_samples(count.sums(), 1)
     check_samples((0.0, 0.0), 2)
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [(1, 2, 3, 4, 3, 4, 5, 6), (0, 1, 1, 1, 3, 4, 5, 7), (0, 1, 2, 3, 3, 4, 6, 7)],
+    ids=["overlapping shards", "one three times", "one twice, another sum"],
+)
+def test_positions_with_the_same_sum_are_told_apart(computed):
+    """In each of 2,000 windows of 8 samples, anywhere in an epoch."""
+    for start in range(0, 2_000_000, 1000):
+        samples = SampleCount()
+        samples.add(start + np.array(computed))
+        samples.expect(start + np.arange(8))
+        counted, expected = samples.sums()
+        assert counted != expected, start

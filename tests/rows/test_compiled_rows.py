@@ -67,7 +67,15 @@ MODELS = {
 }
 
 
-def train(name, monkeypatch, *, backend=None, checkpointing=False, accelerator=None):
+def train(
+    name,
+    monkeypatch,
+    *,
+    backend=None,
+    checkpointing=False,
+    accelerator=None,
+    collate=h.pad_right,
+):
     """Returns: (gradient of each window, lengths of rows, number of graphs after each window)."""
     build, make_samples = MODELS[name]
     if accelerator is None:
@@ -82,7 +90,7 @@ def train(name, monkeypatch, *, backend=None, checkpointing=False, accelerator=N
     samples = make_samples(NUM_SAMPLES)
     loader = hf_ga.WindowLoader(
         samples,
-        h.pad_right,
+        collate,
         accelerator=accelerator,
         per_device_batch_size=4,
         global_batch_size=8,
@@ -132,6 +140,27 @@ def test_gradients_are_those_of_padded_samples(name, monkeypatch):
     assert len(set(lengths)) <= len(PARTS_OF_LIMIT)
     assert num_graphs[5] == num_graphs[-1], "compiled again"
     assert not counters["graph_break"]
+
+
+def test_micro_batches_with_targets_at_the_padding_run_eagerly(monkeypatch):
+    """They have many shapes."""
+    num_padded = []
+
+    def collate(samples):
+        batch = h.pad_right(samples)
+        is_padding = batch["attention_mask"] == 0
+        if is_padding.any() and samples[0]["input_ids"][0] % 2:
+            batch["labels"][is_padding] = 7
+            num_padded.append(len(samples))
+        return batch
+
+    name = "GPT-2 without dropout"
+    plain, _, _ = train(name, monkeypatch, collate=collate)
+    gradients, lengths, num_graphs = train(name, monkeypatch, backend="eager", collate=collate)
+    for ours, expected in zip(gradients, plain, strict=True):
+        assert h.relative_error(ours, expected) < CLOSE
+    assert num_padded
+    assert 0 < num_graphs[-1] <= len(set(lengths))
 
 
 def test_checkpointed_layers(monkeypatch):
