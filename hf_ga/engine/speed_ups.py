@@ -198,11 +198,8 @@ class SpeedUps:
         self._may_use = self._num_windows > 1 and not is_rehearsed
         if gradient.backend.is_sharded or is_ordered:
             self._untried = []
-        compiled = compiled_modules(model) if self.used else []
-        if compiled:
-            self._leave_out_uncompiled()
-        if self._may_use:  # hooks of a rehearsal change the output layer, too
-            self._leave_out_sharded(models, compiled)
+        if self._may_use and self.used:  # a rehearsal hooks layers, too
+            self._leave_out_changed(models)
         if not (self.used or self._untried):
             yield
             return
@@ -366,12 +363,6 @@ class SpeedUps:
         self._plain_keys = dict(chosen.plain_keys)
         self._plain_keys_by_kind = dict(chosen.plain_keys_by_kind)
 
-    def _leave_out_uncompiled(self) -> None:
-        """Leave out what does not work in layers that were compiled after the trials."""
-        replacing = [s for s in self.used if isinstance(s, Packing | FusedAttention)]
-        uncompiled = [speed_up for speed_up in replacing if not speed_up.is_compiled]
-        self._leave_out(uncompiled, "the model's layers were compiled")
-
     def _give_up(self, reason: str) -> None:
         """Use no speed-ups from now on."""
         if self._current:
@@ -379,19 +370,15 @@ class SpeedUps:
             self._gradient.has_other_keys = True
         self._leave_out([*self.used, *self._untried], reason)
 
-    def _leave_out_sharded(
-        self, models: Sequence[nn.Module], compiled: Sequence[nn.Module]
-    ) -> None:
-        """Leave out what a model does not allow that was sharded after the trials: FSDP1 reads
-        all outputs, and an output layer of a unit of its own is gone when the loss is computed.
-        """
+    def _leave_out_changed(self, models: Sequence[nn.Module]) -> None:
+        """Leave out what a model does not allow that was changed or sharded after the trials."""
         if any(isinstance(model, FullyShardedDataParallel) for model in models):
             self._leave_out_lazy("FSDP1 reads other outputs than the loss")
-        chunked = [speed_up for speed_up in self.used if isinstance(speed_up, ChunkedLoss)]
-        for speed_up in chunked:
-            speed_up.find_output_layer(compiled)
-        lost = [speed_up for speed_up in chunked if speed_up.output_layer is None]
-        self._leave_out(lost, "the output layer was changed or sharded after the trials")
+        compiled = compiled_modules(self._model)
+        for speed_up in self.used:
+            reason = speed_up.obstacle(compiled)
+            if reason is not None:
+                self._leave_out([speed_up], reason)
 
     def _leave_out_lazy(self, reason: str = "the loop reads other outputs than the loss") -> None:
         """Use no speed-up from now on that changes outputs other than the loss."""

@@ -38,6 +38,10 @@ class FusedAttention(SpeedUp):
             return "the model draws no dropout"
         return None
 
+    def obstacle(self, compiled: Sequence[nn.Module]) -> str | None:
+        """Return why it cannot be used any more: the model was compiled after the trial."""
+        return "the model's layers were compiled" if compiled else None
+
     def replacements(self) -> Sequence[Replacement]:
         """Compute attention with keyed dropout by one function."""
         return [(self._dropout, "attend", self._attend)]

@@ -11,7 +11,7 @@ which models this leaves loss and gradient unchanged.
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -112,10 +112,24 @@ class Packing(SpeedUp):
         self._modules_in_layers = frozenset(
             module for layer in layers for module in layer.modules()
         )
+        self._num_hooks = num_user_hooks(self._modules_in_layers)
         # Names of the arguments of a layer's forward.
         layer_signature = inspect.signature(type(layers[0]).forward)
         self._parameter_names = list(layer_signature.parameters)[1:]  # without self
         return None
+
+    def obstacle(self, compiled: Sequence[nn.Module]) -> str | None:
+        """Return why it cannot be used any more: what happened to the layers after the trial."""
+        if compiled and not self.is_compiled:
+            return "the model's layers were compiled"
+        if self._has_new_hooks:
+            return "hooks on layers that were registered after the trial would get packed tokens"
+        return None
+
+    @property
+    def _has_new_hooks(self) -> bool:
+        """Whether modules in the layers have hooks that the trial did not try."""
+        return num_user_hooks(self._modules_in_layers) > self._num_hooks
 
     def trial(self) -> AbstractContextManager[None]:
         """Within the trial of this speed-up, remove even padding that is too little to be faster.
@@ -131,7 +145,8 @@ class Packing(SpeedUp):
         return None
 
     def fits(self, call: Call) -> bool:
-        """Whether a micro-batch may be packed: its samples are padded on sides that were tried.
+        """Whether a micro-batch may be packed: its samples are padded on sides that were tried, and
+        the layers have no hooks that were not.
 
         A head may read a fixed column (the first or the last one), where a sample that is padded
         there has zeros after packing. In a trial, a side is recorded as tried if all padded
@@ -139,6 +154,8 @@ class Packing(SpeedUp):
         Otherwise True if there is no attention mask of tokens: then nothing is packed.
         """
         if self._is_on_trial and _tokens_to_pack(call, self._min_padding_ratio) is None:
+            return False
+        if not self._is_on_trial and self._has_new_hooks:
             return False
         mask = call.micro_batch.batch.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
@@ -413,6 +430,18 @@ def reason_not_to_run_rows(
     if name is None or AttentionInterface().get(name) is not sdpa_attention_forward:
         return f"its attention is {name}, not sdpa"
     return None
+
+
+def num_user_hooks(modules: Iterable[nn.Module]) -> int:
+    """Count the forward hooks on modules, without those of torch (FSDP2) and hf_ga."""
+    hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
+    hooks = [
+        hook
+        for module in hooked
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    owners = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
+    return sum(not owner.startswith(("torch.", "hf_ga.")) for owner in owners)
 
 
 def _num_parameters(module: nn.Module) -> int:

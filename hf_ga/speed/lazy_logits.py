@@ -66,8 +66,15 @@ class ChunkedLoss(SpeedUp):
             return "it has no plain linear output layer"
         return None
 
+    def obstacle(self, compiled: Sequence[nn.Module]) -> str | None:
+        """Find the output layer anew; return why it cannot be lazy any more."""
+        self.find_output_layer(compiled)
+        if self.output_layer is None:
+            return "the output layer was changed or sharded after the trials"
+        return None
+
     def find_output_layer(self, compiled: Sequence[nn.Module]) -> None:
-        """Find the model's output layer (`get_output_embeddings()`), before each window.
+        """Find the model's output layer (`get_output_embeddings()`).
 
         It must be a plain `nn.Linear` without hooks or a replaced forward: adapters and quantized
         layers have other types. It must not be in a compiled module, whose graph lazy logits would

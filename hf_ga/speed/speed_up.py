@@ -58,6 +58,14 @@ class SpeedUp:
         """
         return None
 
+    def obstacle(self, compiled: Sequence[nn.Module]) -> str | None:
+        """Return why the speed-up cannot be used any more, before a window; None if it can.
+
+        Args:
+            compiled: The compiled modules of the model.
+        """
+        return None
+
     def before(self, call: Call) -> None:
         """Prepare for the next forward, or for its backward, which may run parts of it again.
 

@@ -95,6 +95,29 @@ def test_gradients_are_the_same_with_and_without(name, left_out, monkeypatch):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_hooks_that_layers_get_after_the_trial_see_padded_samples(monkeypatch):
+    """This one depends on the column of a token."""
+
+    def weigh(module, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        assert len(hidden) == MICRO_BATCH
+        weighted = hidden * torch.linspace(0.5, 1.5, hidden.shape[1])[None, :, None]
+        return (weighted, *output[1:]) if isinstance(output, tuple) else weighted
+
+    def loss_of(model, batch, index):
+        layer = model.transformer.h[0]
+        if index == NUM_WINDOWS - 2 and not layer._forward_hooks:
+            layer.register_forward_hook(weigh)
+        return model(**batch).loss
+
+    case = CASES["GPT-2"]
+    plain, _, _ = train(case, monkeypatch, loss_of, candidates=[])
+    gradients, used, _ = train(case, monkeypatch, loss_of)
+    assert_same(gradients, plain)
+    assert "hooks" in used.left_out["packing"]
+    assert used.num_used["packing"]
+
+
 def test_activation_checkpointing_repeats_packed_tokens(monkeypatch):
     case = CASES["GPT-2"]
     plain, _, _ = train(case, monkeypatch, candidates=[])
