@@ -46,6 +46,16 @@ hypothesis.settings.register_profile("tests", derandomize=True, deadline=None, m
 hypothesis.settings.load_profile("tests")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without garbage collections: what imports make stays, and is looked at again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests are spread evenly over the others: those start processes, and two of
     them seldom run beside each other. They go from Z to A: the longest are in scripts/ and run/,
