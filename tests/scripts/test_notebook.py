@@ -19,9 +19,17 @@ NOISE = re.compile(
 )  # warnings, paths of a machine, progress bars
 
 
-def executed(name: str, folder: Path) -> nbformat.NotebookNode:
-    """The notebook with its outputs; of what is printed, stdout only."""
+def executed(
+    name: str, folder: Path, more_settings: dict[str, str] | None = None
+) -> nbformat.NotebookNode:
+    """The notebook with its outputs; of what is printed, stdout only.
+
+    more_settings: setting in the code -> further ones, which are passed beside it.
+    """
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    for setting, more in (more_settings or {}).items():
+        (cell,) = [cell for cell in code_of(notebook) if setting in cell.source]
+        cell.source = cell.source.replace(setting, f"{setting}, {more}")
     client = NotebookClient(
         notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(folder)}}
     )
@@ -56,12 +64,16 @@ PRINTED = {
         "= 2 processes x 3 micro-batches x at most 4\n",
     ],
 }
+# Fewer rows are tokenized and evaluated.
+FEWER_ROWS = {
+    "quickstart": {"max_steps=40": "max_train_samples=640, max_eval_samples=100"},
+}
 
 
 @pytest.mark.slow("starts a kernel and trains")
 @pytest.mark.parametrize("name", PRINTED)
 def test_the_notebook_runs(name, tmp_path):
-    printed = printed_in(executed(name, tmp_path))
+    printed = printed_in(executed(name, tmp_path, FEWER_ROWS.get(name)))
     assert all(text in printed for text in PRINTED[name])
     differences = re.findall(r"largest relative difference of a loss.*: (\S+)", printed)
     assert len(differences) == (name != "check_your_step")

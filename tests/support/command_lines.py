@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 from argparse import Namespace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import matplotlib.figure  # noqa: F401  (this and the next ones: so that no process imports them by itself)
@@ -22,7 +22,7 @@ from forked import together
 from transformers.models.bert import modeling_bert  # noqa: F401
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
-from hf_ga.finetuning.data.formats.corpus import load_stdlib
+from hf_ga.finetuning.data.formats import corpus
 
 
 def parsed(words: list[str]) -> Namespace | None:
@@ -51,7 +51,8 @@ def run(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    load_stdlib()
+    corpus.load_stdlib_tokenizer = cache(corpus.load_stdlib_tokenizer)
+    corpus.load_stdlib_tokenizer()  # of the corpus, which is kept, too
     for words in json.loads(Path(sys.argv[1]).read_text()):
         args = parsed(words)
         if together(
