@@ -19,6 +19,7 @@ from pathlib import Path
 import matplotlib.figure  # noqa: F401  (this and the next ones: so that no process imports them by itself)
 from accelerate.commands import launch
 from forked import together
+from runs import without_curves
 from transformers.models.bert import modeling_bert  # noqa: F401
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
@@ -50,12 +51,16 @@ def run(words: list[str]) -> None:
             raise
 
 
+def main(commands: list[list[str]]) -> None:
+    for words in commands:
+        args = parsed(words)
+        processes = args.num_processes if args and args.num_processes else 1
+        if together(partial(run, words), "ddp", processes) != {0}:
+            sys.exit(" ".join(words))
+
+
 if __name__ == "__main__":
     corpus.load_stdlib_tokenizer = cache(corpus.load_stdlib_tokenizer)
-    corpus.load_stdlib_tokenizer()  # of the corpus, which is kept, too
-    for words in json.loads(Path(sys.argv[1]).read_text()):
-        args = parsed(words)
-        if together(
-            partial(run, words), "ddp", args.num_processes if args and args.num_processes else 1
-        ) != {0}:
-            sys.exit(" ".join(words))
+    corpus.load_stdlib_tokenizer()  # and the corpus, which is kept, too
+    with without_curves():
+        main(json.loads(Path(sys.argv[1]).read_text()))
