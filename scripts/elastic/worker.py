@@ -31,7 +31,6 @@ from elastic.inputs import (
     WINDOWS_PER_EPOCH,
 )
 from elastic.ledger import LedgerWriter
-from hf_ga.finetuning.run import loop
 from hf_ga.loading.window import Window
 
 VOCABULARY = 100
@@ -63,6 +62,8 @@ def end(job: Job, accelerator: Accelerator, model: nn.Module) -> None:
 
 def train_command(job: Job) -> None:
     """Fine-tune with the command; a sample is identified by its token ids, as trained on."""
+    from hf_ga.finetuning.run import loop  # here, as the other doors start faster without it
+
     train_step = loop.train_step
     writers: list[LedgerWriter] = []
 

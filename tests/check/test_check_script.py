@@ -4,10 +4,12 @@ The scripts are written for Accelerate and transformers alone. The script's own 
 negative control: its splits differ.
 """
 
+import json
 import re
 import subprocess
 import sys
 
+import check_worker
 import pytest
 import torch
 
@@ -125,85 +127,100 @@ LINE = re.compile(
 )
 
 
-def check(tmp_path, script, *options):
-    """The process of the command, and (name, micro-batches, error, verdict) of its lines."""
-    path = tmp_path / "train.py"
-    path.write_text(script)
-    command = [sys.executable, "-m", "hf_ga.check", *options, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    rows = [
+def rows_of(printed):
+    """(name, micro-batches, error, verdict) of each line."""
+    return [
         (name, int(number), float(error), verdict)
-        for name, number, error, verdict in LINE.findall(done.stdout)
+        for name, number, error, verdict in LINE.findall(printed)
     ]
-    return done, rows
 
 
-@pytest.mark.slow("starts seven processes")
-@pytest.mark.parametrize(
-    ("script", "splits", "library", "words"),
-    [
-        (ACCELERATE, [2, 4, 8], "accelerate.Accelerator", ["cross entropy", "dropout"]),
-        (TRAINER, [2, 4, 8], "transformers.Trainer", ["cross entropy", "dropout"]),
-        (
-            BY_HAND.replace("LAYER", "nn.Dropout(0.1)"),
-            [2, 4],
-            "accelerate.Accelerator",
-            ["cross entropy", "randn_like", "dropout"],
-        ),
-        # Steps that are set later, a batch size above the number of samples, and a worker, which
-        # would run the script again if it did not fork.
-        (LATE_STEPS, [2, 4], "accelerate.Accelerator", ["dropout"]),
-        (PADDED, [2, 4, 8], "accelerate.Accelerator", []),
-    ],
-    ids=["Accelerate", "Trainer", "by hand", "late steps", "padded"],
-)
-def test_splits_of_a_script_are_its_full_batch(tmp_path, script, splits, library, words):
-    done, rows = check(tmp_path, script, "--assert")
+# Name -> script, its splits, the library of the control, causes that are named.
+RIGHT = {
+    "Accelerate": (ACCELERATE, [2, 4, 8], "accelerate.Accelerator", ["cross entropy", "dropout"]),
+    "Trainer": (TRAINER, [2, 4, 8], "transformers.Trainer", ["cross entropy", "dropout"]),
+    "by hand": (
+        BY_HAND.replace("LAYER", "nn.Dropout(0.1)"),
+        [2, 4],
+        "accelerate.Accelerator",
+        ["cross entropy", "randn_like", "dropout"],
+    ),
+    # Steps that are set later, a batch size above the number of samples, and a worker, which would
+    # run the script again if it did not fork.
+    "late steps": (LATE_STEPS, [2, 4], "accelerate.Accelerator", ["dropout"]),
+    "padded": (PADDED, [2, 4, 8], "accelerate.Accelerator", []),
+}
+# Script -> part of the error.
+ERRORS = {
+    "print(1)": "ended without an update",
+    "raise RuntimeError('no such file')": "RuntimeError: no such file",
+    "import tqdm\nbar = tqdm.tqdm(total=4)\nraise RuntimeError('no such file')": (
+        "RuntimeError: no such file"
+    ),
+    ACCELERATE.replace("model = GPT2", "torch.seed()\nmodel = GPT2"): "seed it",
+}
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """The folder of the scripts; script -> exit code of its check, output and errors."""
+    folder = tmp_path_factory.mktemp("scripts")
+    scripts = [script for script, *_ in RIGHT.values()] + list(ERRORS)
+    job = {}
+    for number, script in enumerate(scripts):
+        path = folder / f"train-{number}.py"
+        path.write_text(script)
+        job[script] = ["--assert", str(path)]
+    (folder / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, check_worker.__file__, str(folder / "job.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
-    *ours, (name, number, error, verdict) = rows
+    return folder, json.loads(done.stdout)
+
+
+@pytest.mark.slow("starts seven processes for each script")
+@pytest.mark.parametrize("case", RIGHT)
+def test_splits_of_a_script_are_its_full_batch(checked, case):
+    script, splits, library, words = RIGHT[case]
+    folder, found = checked
+    code, printed, errors = found[script]
+    assert code == 0, errors
+    *ours, (name, number, error, verdict) = rows_of(printed)
     assert [row[1] for row in ours] == splits
     assert all(row[0] == "hf_ga" and 0 < row[2] < 1e-6 and row[3] == "is" for row in ours)
     assert (name, number, verdict) == (library, 4, "IS NOT")
     assert error > 1e-2
     for word in words:
-        assert re.search(rf"\n    .*{word}", done.stdout), done.stdout
+        assert re.search(rf"\n    .*{word}", printed), printed
     of_window = "16 samples, which the script splits into 1"
     if script is not LATE_STEPS:
         of_window = "8 samples, which the script splits into 4"
-    assert f"window of {of_window}" in done.stdout
-    assert not (tmp_path / "unused").exists() or not any((tmp_path / "unused").iterdir())
+    assert f"window of {of_window}" in printed
+    assert not (folder / "unused").exists() or not any((folder / "unused").iterdir())
 
 
 @pytest.mark.slow("starts a process")
 @pytest.mark.parametrize(("options", "code"), [(["--assert"], 1), ([], 0)])
 def test_a_script_that_is_refused_fails_the_check(tmp_path, options, code):
-    done, rows = check(tmp_path, BY_HAND.replace("LAYER", "nn.BatchNorm1d(8)"), *options)
+    """By the command itself."""
+    (tmp_path / "train.py").write_text(BY_HAND.replace("LAYER", "nn.BatchNorm1d(8)"))
+    command = [sys.executable, "-m", "hf_ga.check", *options, "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == code
-    assert rows == []
+    assert rows_of(done.stdout) == []
     assert re.search(r"refuses the script .*train\.py, line \d+: the mean of", done.stdout)
     assert "BatchNorm" in done.stdout
 
 
-@pytest.mark.slow("starts processes")
-def test_what_cannot_be_checked_is_one_error(tmp_path):
-    for script, words in [
-        ("print(1)", "ended without an update"),
-        ("raise RuntimeError('no such file')", "RuntimeError: no such file"),
-        (
-            "import tqdm\nbar = tqdm.tqdm(total=4)\nraise RuntimeError('no such file')",
-            "RuntimeError: no such file",
-        ),
-        (ACCELERATE.replace("model = GPT2", "torch.seed()\nmodel = GPT2"), "seed it"),
-    ]:
-        done, _ = check(tmp_path, script)
-        assert done.returncode == 2, done.stdout
-        assert words in done.stderr + done.stdout
-    none = subprocess.run(
-        [sys.executable, "-m", "hf_ga.check", "absent.py"], capture_output=True, text=True
-    )
-    assert none.returncode == 2
+@pytest.mark.slow("starts processes for each script")
+def test_what_cannot_be_checked_is_one_error(checked, capsys):
+    for script, words in ERRORS.items():
+        code, printed, errors = checked[1][script]
+        assert code == 2, printed
+        assert words in errors + printed
+    assert main(["absent.py"]) == 2
     assert main(["--help"]) == 0
-    assert "absent.py is no file. usage: python -m hf_ga.check" in none.stderr
+    assert "absent.py is no file. usage: python -m hf_ga.check" in capsys.readouterr().err
 
 
 def test_splits_are_the_script_s_own_and_its_neighbours():

@@ -1,7 +1,14 @@
 """Tiny models and files for all runs of the room, and a run that nothing disturbed."""
 
 import pytest
-from runs import filled_place, train
+from runs import filled_place, train, without_curves
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_curves():
+    """Drawn in `test_full_disk`, where one has no room."""
+    with without_curves():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,20 +1,28 @@
 """A run with compiled layers and dropout is stopped, and goes on compiled or not."""
 
+from functools import partial
+
 import pytest
 import torch
 from runs import relative_distance, train
 from stops import interrupted
 from torch._dynamo.utils import counters
 
+from hf_ga.finetuning.run import build
+from hf_ga.rows.compiling import compile_layers
+
 STOP = 3  # windows before the run is stopped: one checkpoint
 
 
-@pytest.mark.slow("compiles C++")
+@pytest.mark.slow("compiles layers")
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # torch's tracing looks at it
-def test_a_stopped_run_with_compiled_layers_goes_on(place, undisturbed, tmp_path):
-    """The undisturbed run is not compiled. Control: another seed is another run."""
+def test_a_stopped_run_with_compiled_layers_goes_on(place, undisturbed, tmp_path, monkeypatch):
+    """The undisturbed run is not compiled. Control: another seed is another run. Not with inductor,
+    which compiles C++ for minutes: tests/rows/test_compiled_dropout.py.
+    """
+    monkeypatch.setattr(build, "compile_layers", partial(compile_layers, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
     interrupted(place, tmp_path / "out", STOP + 1, torch_compile=True)

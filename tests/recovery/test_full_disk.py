@@ -11,6 +11,7 @@ from runs import lines_of, small_config, train
 from hf_ga.finetuning.run import loop
 from hf_ga.finetuning.run.flags.cli import finetune_main
 from hf_ga.finetuning.run.results import outputs, saving
+from hf_ga.finetuning.run.results.report import plot_curves
 from hf_ga.recovery import checkpoint
 from hf_ga.recovery import saving as recovery_saving
 from hf_ga.recovery.checkpoint import list_checkpoints
@@ -63,8 +64,9 @@ def undisturbed(place):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_full_disk(case, place, undisturbed, tmp_path, capsys):
+def test_full_disk(case, place, undisturbed, tmp_path, capsys, monkeypatch):
     """One line says which file, why and what to do; doing it gives the run that had room."""
+    monkeypatch.setattr(outputs, "plot_curves", plot_curves)
     owner, name, call, size, file, kept = CASES[case]
     output = tmp_path / "out"
     (tmp_path / "run.json").write_text(json.dumps(small_config(place, output, **SMALL).to_dict()))

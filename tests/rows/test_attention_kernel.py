@@ -167,7 +167,7 @@ def test_masks_are_those_of_padded_samples_bit_for_bit(is_causal):
     """
     size = 64
     heads = 2 if is_causal else 1
-    lengths = (1, 130, 3)
+    lengths = (1, 70, 3)  # two blocks of 64; three: the test above
     options = {"size": size, "heads": heads, "key_heads": heads}
     case = Case(lengths, drop_probability=0.3, is_causal=is_causal, **options)
     (q, k, _), _, keys = inputs(case)

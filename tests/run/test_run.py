@@ -213,7 +213,7 @@ def test_two_processes_make_the_weights_of_one(tmp_path, name):
     script = write(tmp_path, SCRIPTS[name])
     one = tmp_path / "one.pt"
     two = tmp_path / "two.pt"
-    assert python(*RUN, script, 8, 1, one).returncode == 0
+    assert forked(*RUN, script, 8, 1, one).returncode == 0
     done = launching.launch(2, "-m", "hf_ga.run", str(script), "2", "2", str(two))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("hf_ga.run:") == 1, done.stderr  # on the main process only

@@ -12,6 +12,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from benchmark import cli, report
@@ -297,10 +298,19 @@ def test_useful_flops_are_those_that_torch_counts():
     assert counted.get_total_flops() == pytest.approx(100 * flops_per_token(setting), rel=0.01)
 
 
+def test_a_busy_core_is_the_first_one_until_the_block_ends():
+    first = min(os.sched_getaffinity(0))
+    before = {*psutil.Process().children()}
+    with busy_core():
+        (busy,) = {*psutil.Process().children()} - before
+        assert busy.cpu_affinity() == [first]
+        assert busy.is_running()
+    assert not busy.is_running()
+
+
 @pytest.mark.slow("starts processes")
 def test_two_ranks_share_each_window():
-    with busy_core():
-        measured = measure_two_ranks(setting_of())
+    measured = measure_two_ranks(setting_of())
     assert len(measured.seconds) == 3
     assert min(measured.seconds) > 0
     assert 0 < measured.memory_before <= measured.peak_memory

@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from runs import WORDS
+from runs import WORDS, without_curves
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import hf_ga
 from hf_ga.finetuning.run import loop
 from hf_ga.finetuning.run.flags.arguments import TASK_OF_SCRIPT
 from hf_ga.finetuning.run.flags.cli import parse_config
-from hf_ga.finetuning.run.results import outputs
 from hf_ga.order.order import epoch_order
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
@@ -178,10 +177,9 @@ def place(tmp_path_factory):
         initializer_range=0.2,
     )
     of_encoders = ("<cls> $A <sep>", "<cls> $A <sep> $B:1 <sep>:1")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, without_curves():
         patch.chdir(folder)
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-        patch.setattr(outputs, "plot_curves", lambda metrics, path, *title: path.touch())
         for name, config, template in (
             (
                 GPT2,

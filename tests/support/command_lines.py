@@ -13,16 +13,17 @@ import os
 import runpy
 import sys
 from argparse import Namespace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import matplotlib.figure  # noqa: F401  (this and the next ones: so that no process imports them by itself)
 from accelerate.commands import launch
 from forked import together
+from runs import without_curves
 from transformers.models.bert import modeling_bert  # noqa: F401
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
-from hf_ga.finetuning.data.formats.corpus import load_stdlib
+from hf_ga.finetuning.data.formats import corpus
 
 
 def parsed(words: list[str]) -> Namespace | None:
@@ -50,11 +51,16 @@ def run(words: list[str]) -> None:
             raise
 
 
-if __name__ == "__main__":
-    load_stdlib()
-    for words in json.loads(Path(sys.argv[1]).read_text()):
+def main(commands: list[list[str]]) -> None:
+    for words in commands:
         args = parsed(words)
-        if together(
-            partial(run, words), "ddp", args.num_processes if args and args.num_processes else 1
-        ) != {0}:
+        processes = args.num_processes if args and args.num_processes else 1
+        if together(partial(run, words), "ddp", processes) != {0}:
             sys.exit(" ".join(words))
+
+
+if __name__ == "__main__":
+    corpus.load_stdlib_tokenizer = cache(corpus.load_stdlib_tokenizer)
+    corpus.load_stdlib_tokenizer()  # and the corpus, which is kept, too
+    with without_curves():
+        main(json.loads(Path(sys.argv[1]).read_text()))

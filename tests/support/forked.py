@@ -28,6 +28,7 @@ import torch.distributed.checkpoint.state_dict
 import transformers as tf
 from accelerate.state import AcceleratorState
 from launching import free_port
+from runs import without_curves
 
 from hf_ga.finetuning.run import finetune, loop
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
@@ -246,9 +247,14 @@ def run_of(one: dict) -> Callable[[], None]:
     return work
 
 
-if __name__ == "__main__":
-    tf.logging.set_verbosity_error()
-    for number, one in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+def main(phases: list[dict]) -> None:
+    for number, one in enumerate(phases):
         expected = {0 if one["windows"] is None else STOPPED}
         if (codes := together(run_of(one), one["kind"], one["processes"])) != expected:
             sys.exit(f"phase {number} ended with {codes}, not {expected}")
+
+
+if __name__ == "__main__":
+    tf.logging.set_verbosity_error()
+    with without_curves():
+        main(json.loads(Path(sys.argv[1]).read_text()))

@@ -43,7 +43,7 @@ def seeded(build: Callable) -> Callable:
 
     def built(*args, **kwargs):
         with torch.random.fork_rng():
-            torch.manual_seed(1234)
+            torch.default_generator.manual_seed(1234)  # of a CPU, where models are built
             return build(*args, **kwargs).train()
 
     return built

@@ -22,7 +22,9 @@ NUM_FEATURES = 6
 TEXT_WIDTH = 12  # of rows that are padded to one width
 WINDOW = 64  # samples of one update
 RARE_DROPOUT = 1e-9  # drops nothing, but speed-ups of attention with dropout are in use
-FIRST_ODD_WINDOW = 40  # of the adversary, counted from 0
+# Of the adversary, counted from 0. It is between windows that hf_ga rehearses: the 16th, the 32nd.
+FIRST_ODD_WINDOW = 20
+LATER_REHEARSAL = 32
 Rows = list[dict[str, Any]]
 MakeRows = Callable[[np.random.Generator, int, float], Rows]
 OwnLoss = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Tensor | int]]
@@ -633,7 +635,7 @@ ADVERSARIES = [
         f"token weights from window {FIRST_ODD_WINDOW}",
         tokens,
         late_token_weights,
-        num_windows=66,
+        num_windows=LATER_REHEARSAL + 2,
         may_be_late=True,
     ),
 ]

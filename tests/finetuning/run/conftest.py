@@ -8,10 +8,9 @@ import datasets
 import pytest
 import transformers as tf
 from bad_files import FILES
-from runs import filled_place, save_jobs
+from runs import filled_place, save_jobs, without_curves
 
 from hf_ga.finetuning.data.formats import corpus
-from hf_ga.finetuning.run.results import outputs
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +22,8 @@ def _quiet():
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_curves():
-    """Drawn in `test_the_script_makes_the_run_of_the_function`; here they would take a tenth of the
-    time.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outputs, "plot_curves", lambda metrics, path, *title: path.touch())
+    """Drawn in `test_the_script_makes_the_run_of_the_function`."""
+    with without_curves():
         yield
 
 

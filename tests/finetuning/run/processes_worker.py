@@ -17,6 +17,7 @@ from pathlib import Path
 import torch.distributed.checkpoint.state_dict  # noqa: F401  (so that no process imports it by itself)
 import transformers as tf
 from forked import together
+from runs import without_curves
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,12 +69,16 @@ def run(phase: dict, folder: Path) -> None:
     os._exit(code)
 
 
-if __name__ == "__main__":
-    tf.logging.set_verbosity_error()
-    job = Path(sys.argv[1])
+def main(job: Path) -> None:
     for phase in json.loads(job.read_text()):
         folder = job.parent / phase["name"]
         folder.mkdir()
         codes = together(partial(run, phase, folder), "ddp", 2)
         if codes != {0} and phase["name"] != "error":
             sys.exit(f"{phase['name']}: {codes}\n{(folder / 'log').read_text()[-3000:]}")
+
+
+if __name__ == "__main__":
+    tf.logging.set_verbosity_error()
+    with without_curves():
+        main(Path(sys.argv[1]))
