@@ -112,7 +112,7 @@ class Packing(SpeedUp):
         self._modules_in_layers = frozenset(
             module for layer in layers for module in layer.modules()
         )
-        self._num_hooks = num_user_hooks(self._modules_in_layers)
+        self._tried_hooks = user_hooks(self._modules_in_layers)
         # Names of the arguments of a layer's forward.
         layer_signature = inspect.signature(type(layers[0]).forward)
         self._parameter_names = list(layer_signature.parameters)[1:]  # without self
@@ -129,7 +129,8 @@ class Packing(SpeedUp):
     @property
     def _has_new_hooks(self) -> bool:
         """Whether modules in the layers have hooks that the trial did not try."""
-        return num_user_hooks(self._modules_in_layers) > self._num_hooks
+        hooks = user_hooks(self._modules_in_layers)
+        return any(all(hook is not tried for tried in self._tried_hooks) for hook in hooks)
 
     def trial(self) -> AbstractContextManager[None]:
         """Within the trial of this speed-up, remove even padding that is too little to be faster.
@@ -432,8 +433,8 @@ def reason_not_to_run_rows(
     return None
 
 
-def num_user_hooks(modules: Iterable[nn.Module]) -> int:
-    """Count the forward hooks on modules, without those of torch (FSDP2) and hf_ga."""
+def user_hooks(modules: Iterable[nn.Module]) -> list[Callable]:
+    """Return the forward hooks on modules, without those of torch (FSDP2) and hf_ga."""
     hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
     hooks = [
         hook
@@ -441,7 +442,11 @@ def num_user_hooks(modules: Iterable[nn.Module]) -> int:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
     owners = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
-    return sum(not owner.startswith(("torch.", "hf_ga.")) for owner in owners)
+    return [
+        hook
+        for hook, owner in zip(hooks, owners, strict=True)
+        if not owner.startswith(("torch.", "hf_ga."))
+    ]
 
 
 def _num_parameters(module: nn.Module) -> int:

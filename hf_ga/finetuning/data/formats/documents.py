@@ -233,8 +233,8 @@ def _is_list_of(item_type: type, value: Any) -> bool:
 
 
 def _map_rows(path: str) -> Dataset:
-    """Read the rows of `_read_rows` twice: for the types of all of them, and into a file of the
-    cache of `datasets`, which is mapped into memory.
+    """Read a JSON file into a file of the cache of `datasets`, which is mapped into memory: first
+    the types of all rows are found, then the rows are written.
     """
     status = Path(path).stat()
     version = (status.st_size, status.st_mtime_ns)
