@@ -92,10 +92,9 @@ class Packing(SpeedUp):
             return "it has no stack of equal layers"
         if draws.allow_unkeyed:
             return "it draws random numbers that are not tied to samples"
-        config = getattr(model, "config", None)
-        for name in UNSUPPORTED:
-            if getattr(config, name, None):
-                return f"its configuration has {name}"
+        setting = unsupported_setting(model)
+        if setting is not None:
+            return f"its configuration has {setting}"
         compiled = compiled_modules(model)
         if compiled:
             # Here: importing torch's compiler takes a second.
@@ -418,7 +417,15 @@ def can_run_rows(model: nn.Module, compiled: Collection[nn.Module]) -> bool:
     rows.
     """
     layers = find_layer_stack(model)
-    return layers is not None and reason_not_to_run_rows(model, layers, compiled) is None
+    if layers is None or unsupported_setting(model) is not None:
+        return False
+    return reason_not_to_run_rows(model, layers, compiled) is None
+
+
+def unsupported_setting(model: nn.Module) -> str | None:
+    """Return the setting of a model's configuration for which its layers are not packed, if any."""
+    config = getattr(model, "config", None)
+    return next((name for name in UNSUPPORTED if getattr(config, name, None)), None)
 
 
 def reason_not_to_run_rows(
