@@ -159,9 +159,19 @@ def is_right(
     is_causal: bool,
     has_window: bool,
 ) -> bool:
-    """Whether torch's output and gradients have at most twice the errors of plain attention.
+    """Whether torch's output and gradients have at most twice the errors of plain attention; if
+    not, a warning says so.
 
-    Logs it if not. `group`: heads that share a key.
+    Args:
+        device: The GPU.
+        dtype: Of queries, keys and values.
+        head_dim: Size of a head.
+        group: Number of heads that share a key.
+        is_causal: Whether a query attends to no later tokens.
+        has_window: Whether it attends to a limited number of tokens only.
+
+    Raises:
+        OutOfMemoryError: If there is no memory for the test, which says nothing about torch.
     """
     sliding_window = WINDOW if has_window else None
     scale = 1.5 * head_dim**-0.5  # not the default

@@ -169,3 +169,14 @@ def test_a_large_file_is_not_held_in_memory(tmp_path):
     held = risen_mib(path, is_control=True)
     print(f"{Path(path).stat().st_size / 1e6:.0f} MB: {mapped:.0f} MiB mapped, {held:.0f} held")
     assert mapped < 100 < 300 < held
+
+
+def test_a_whole_number_that_no_float_equals_is_not_rounded(tmp_path):
+    """In a column with other numbers; `datasets` would round it in a file without dates."""
+    rows = [{"id": 2**53 + 1, "text": DATE}, {"id": 2.5, "text": "b"}]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match="9007199254740993"):
+        load_files([path], "train")
+    rows[1]["id"] = 2
+    path = write_lines(tmp_path / "whole.jsonl", rows)
+    assert list(load_files([path], "train")) == rows

@@ -38,6 +38,7 @@ SPLIT_NAMES = {
 }
 # Keys that every message of a conversation has: in OpenAI's format, and in ShareGPT's.
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
+LARGEST_EXACT = 2**53  # the floats up to it include all whole numbers
 _DATE = re.compile(r'"\s*\d{4}-\d\d-\d\d')  # how the string of a date begins
 # With newer versions of `datasets`, the items of a column may have different types.
 _HAS_MIXED = "on_mixed_types" in signature(Dataset.from_dict).parameters
@@ -247,7 +248,11 @@ def _map_rows(path: str) -> Dataset:
 
 
 def _shape(value: Any) -> Any:
-    """Reduce a JSON value to its type: empty texts, zeros, and lists without repeats."""
+    """Reduce a JSON value to its type: empty texts, zeros, and lists without repeats. A whole
+    number that no float equals stays one, as it is refused in a column with floats.
+    """
+    if type(value) is int and abs(value) > LARGEST_EXACT:
+        return LARGEST_EXACT + 1
     if isinstance(value, dict):
         return {key: _shape(item) for key, item in value.items()}
     if isinstance(value, list):
