@@ -193,7 +193,7 @@ def run_forward(
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return all modules of a model, as `model.modules()` does, ten times as fast."""
+    """Return all modules of a model, as `model.modules()` does, in a third of the time."""
     found: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [model]
     while waiting:

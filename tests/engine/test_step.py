@@ -20,7 +20,8 @@ from torch import nn
 from windows import one_window, window_gradient
 
 import hf_ga
-from hf_ga.model.forward import argument_filter
+from hf_ga.engine.window_engine import trainable_parameters
+from hf_ga.model.forward import argument_filter, modules_of
 from hf_ga.order.plan import plan_by_sizes
 from hf_ga.parallel.backend import check_supported
 
@@ -492,3 +493,14 @@ def test_an_interrupted_accumulation_of_another_loop_between_updates():
     hf_ga.backward_window(accelerator, prepared, window)
     optimizer.step()
     assert parameter_distance(model, before) > 1e-4
+
+
+def test_all_modules_and_parameters_are_found_in_the_order_of_torch():
+    shared = nn.Linear(2, 2)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    model = nn.Sequential(nn.ModuleList([shared, nn.Tanh()]), scripted, shared)
+    model.register_module("missing", None)
+    model[1].requires_grad_(False)
+    assert modules_of(model) == list(model.modules())
+    expected = [id(p) for p in model.parameters() if p.requires_grad]
+    assert [id(p) for p in trainable_parameters([model], [])] == expected
