@@ -500,7 +500,8 @@ def test_all_modules_and_parameters_are_found_in_the_order_of_torch():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     model = nn.Sequential(nn.ModuleList([shared, nn.Tanh()]), scripted, shared)
     model.register_module("missing", None)
-    model[1].requires_grad_(False)
+    shared.bias.requires_grad_(False)
     assert modules_of(model) == list(model.modules())
     expected = [id(p) for p in model.parameters() if p.requires_grad]
+    assert len(expected) == 3
     assert [id(p) for p in trainable_parameters([model], [])] == expected
