@@ -177,7 +177,7 @@ class WindowGradient:
             stack_sizes=self.stack_sizes,
             with_switched_off=True,
         )
-        if self.stack_sizes.num_changed != num_changed and self.num_backwards:
+        if self.stack_sizes.num_changed != num_changed and self.readings:
             self.repeat_misread("what the loss stacks was found to be no losses of samples")
         keys = self._keys_of(terms)
         return [
@@ -478,10 +478,12 @@ class WindowGradient:
         return self.sums.mean_gradients()
 
     def _checked_readings(self, is_padded: bool) -> list[Reading]:
-        """Return the window's readings on the host; keep the error if they cannot be trusted."""
+        """Return the window's readings on the host; keep the error if they cannot be trusted.
+        Misread ones are not checked: the window is computed again.
+        """
         readings = on_host(self.readings)
         self._switched_off = on_host(self._switched_off)
-        if self.failure is not None:
+        if self.failure is not None or self.is_misread:
             return readings
         try:
             if not self.checks.check(readings, self._switched_off, is_padded=is_padded):
@@ -494,9 +496,10 @@ class WindowGradient:
     def _add_totals(self, readings: Sequence[Reading]) -> None:
         """Add up the divisors of each group, and note the terms' factors."""
         self._factors = factors_of([*self._switched_off, *readings])
+        counted = [reading for reading in readings if reading.is_counted]
         for group in self.sums.groups or []:
-            of_group = [r for r in readings if r.is_counted and r.key == group.keys[0]]
-            group.divisors = [self.checks.true_divisor(reading) for reading in of_group]
+            of_group = [reading for reading in counted if reading.key == group.keys[0]]
+            group.divisors = self.checks.true_divisors(group.keys[0], counted)
             group.total = math.fsum(group.divisors)
             known = [reading for reading in of_group if not self.checks.is_unknown(reading)]
             group.num_samples = sum(reading.num_samples for reading in known)

@@ -270,6 +270,7 @@ class WindowEngine:
         self.gradient.tries_terms = None if self.looks.is_on else looks
         # Micro-batches of other sizes follow, or there is only one.
         self.gradient.stack_sizes.may_change = is_rehearsed or is_full_batch
+        self.gradient.stack_sizes.may_repeat = looks
         if not keeps_rehearsal:
             self._rehearsal = Rehearsal() if is_rehearsed else None
         if is_rehearsed:

@@ -10,7 +10,7 @@ products with constants, to the nodes that reduce many elements to one number.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -28,6 +28,7 @@ from hf_ga.loss.nodes.saved import (
     saved,
     signed,
 )
+from hf_ga.loss.part import Part
 from hf_ga.loss.penalty import Penalties
 from hf_ga.loss.refusals import (
     product_of_two,
@@ -36,7 +37,7 @@ from hf_ga.loss.refusals import (
     undivided_sum,
     weight_of_several,
 )
-from hf_ga.loss.samples import joined_samples
+from hf_ga.loss.samples import Found, joined_samples
 from hf_ga.loss.stacks import (
     STACKS,
     Stack,
@@ -49,66 +50,6 @@ from hf_ga.loss.terms import Term
 from hf_ga.loss.within import check_elements
 
 MAX_PARTS = 30_000
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a loss that is still to be read: a node and what is done to its output.
-
-    Attributes:
-        node: The node.
-        output: Which of its outputs.
-        factor: What the loss multiplies it by, without `divisor`.
-        divisor: What the loss divides it by, in the divisions nearest to the node. None: nothing.
-        is_closed: Whether there is an addition between `divisor` and the node.
-        entries: The indices in stacks of heads that lead to the node.
-        weights: See `Term`.
-        divisions: See `Term`.
-    """
-
-    node: Node
-    output: int = 0
-    factor: Number = 1.0
-    divisor: Number | None = None
-    is_closed: bool = False
-    entries: tuple[int, ...] = ()
-    weights: tuple[tuple[Node, Number], ...] = ()
-    divisions: tuple[Node, ...] = ()
-
-    def input(self, position: int, factor: Number = 1.0) -> list["Part"]:
-        """Return the part of an input of the node. Empty if it needs no gradient."""
-        child, output = self.node.next_functions[position]
-        if child is None:
-            return []
-        return [replace(self, node=child, output=output, factor=self.factor * factor)]
-
-    def divided_by(self, divisor: Number) -> "Part":
-        """Return the part with one more division.
-
-        Divisions in a row are one: sum / 2 / n divides by 2n. With an addition in between, the
-        outer one belongs to all that was added up: ((sum / n) + other) / 2.
-        """
-        if isinstance(divisor, Tensor) or divisor == 0.0:
-            self = replace(self, divisions=(*self.divisions, self.node))
-        if self.divisor is None:
-            return replace(self, divisor=divisor, is_closed=False)
-        if self.is_closed:
-            factor = quotient(self.factor, self.divisor)
-            return replace(self, factor=factor, divisor=divisor, is_closed=False)
-        return replace(self, divisor=self.divisor * divisor)
-
-    def closed(self) -> "Part":
-        """Return the part below an addition."""
-        return replace(self, is_closed=True)
-
-    @property
-    def is_switched_off(self) -> bool:
-        """Whether its factor is 0; one on an accelerator is not read."""
-        return isinstance(self.factor, float) and self.factor == 0.0
-
-    def full_factor(self) -> Number:
-        """Return the factor with all divisions."""
-        return self.factor if self.divisor is None else quotient(self.factor, self.divisor)
 
 
 def read_terms(
@@ -165,8 +106,8 @@ def _readable(parts: Sequence[Part], root: Node, num_samples: int) -> list[Term]
 
 
 class _Reader:
-    """Reads the parts of one loss. The terms that it found, each with what the loss divides it by,
-    are in `found`.
+    """Reads the parts of one loss. The terms that it found, each with the part that may be added
+    up (see `Found`), are in `found`.
     """
 
     def __init__(self, root: Node, num_samples: int, stack_sizes: StackSizes) -> None:
@@ -175,7 +116,7 @@ class _Reader:
         self.num_samples = num_samples
         self.stack_sizes = stack_sizes
         self.penalties = Penalties()
-        self.found: list[tuple[Term, Number | None]] = []
+        self.found: list[Found] = []
 
     def read_all(self, parts: list[Part], *, at_factor_0: bool = False) -> list[Part]:
         """Read parts down to their terms. Returns those with a factor of 0, which are read only
@@ -277,7 +218,8 @@ class _Reader:
             return
         if part.divisor is None:
             raise undivided_sum(part.node)
-        self._add(replace(part, divisor=None), part.divisor)
+        added = part if part.is_closed else part.mean
+        self._add(replace(part, divisor=None), part.divisor, added=added)
 
     def _add(
         self,
@@ -288,8 +230,13 @@ class _Reader:
         is_penalty: bool = False,
         node_divides: bool = False,
         inner_division: Node | None = None,
+        added: Part | None = None,
     ) -> None:
-        """Store a term. All divisions that the part still has are in its factor."""
+        """Store a term. All divisions that the part still has are in its factor.
+
+        Args:
+            added: The part that may be added up, see `Found`. None: the part itself.
+        """
         term = Term(
             nodes=(part.node,),
             factor=part.full_factor(),
@@ -303,7 +250,7 @@ class _Reader:
             weights=part.weights,
             divisions=part.divisions,
         )
-        self.found.append((term, part.divisor))
+        self.found.append((term, added or part))
 
     def _samples_averaged_below(self, node: Node) -> float | None:
         """Return the number of samples if the elements of a sum or mean are means over samples: in
@@ -317,8 +264,10 @@ class _Reader:
         if dims not in ([0], [-len(shape)]):
             return None
         key = ("mean over the first dimension", identity_of(node))
-        is_over_samples = sizes_follow_samples(key, self.num_samples, shape[0], self.stack_sizes)
-        return float(shape[0]) if is_over_samples else None
+        if not sizes_follow_samples(key, self.num_samples, shape[0], self.stack_sizes):
+            return None
+        self.stack_sizes.of_samples.add(key)
+        return float(shape[0])
 
 
 def _is_of_scalar(node: Node, is_mean: bool) -> bool:

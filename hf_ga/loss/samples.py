@@ -1,6 +1,6 @@
 """Losses of single samples that a loop adds up: `sum(losses) / len(losses)`.
 
-Each is a mean of its own, but the loss is one mean over samples. Two calls of one model on the same
+Each is a mean of its own, or a sum, but the loss is one mean. Two calls of one model on the same
 micro-batch (R-Drop) look the same, so the number of them in other micro-batches decides.
 """
 
@@ -8,19 +8,24 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from hf_ga.loss.nodes.saved import Number
+from hf_ga.loss.part import Part
 from hf_ga.loss.refusals import samples_or_heads, undivided_sum
 from hf_ga.loss.stacks import StackSizes, are_apart, sizes_follow_samples
 from hf_ga.loss.terms import Term
 
-Found = tuple[Term, Number | None]
+# A term, and the part of the loss that may be added up: the node of a mean, of a sum, or of the
+# division of a sum by a number of its own.
+Found = tuple[Term, Part]
 
 
 def joined_samples(found: Sequence[Found], num_samples: int, stack_sizes: StackSizes) -> list[Term]:
     """Join the terms that are the losses of single samples.
 
     Args:
-        found: The terms, each with what the loss divides it by, if anything.
+        found: The terms, each with the part that may be added up.
         num_samples: Number of samples of the micro-batch.
         stack_sizes: The sizes seen in the run (see stacks.py).
 
@@ -29,28 +34,44 @@ def joined_samples(found: Sequence[Found], num_samples: int, stack_sizes: StackS
         by.
     """
     groups: dict[Hashable, list[Found]] = defaultdict(list)
-    for term, divisor in found:
-        groups[term.identity].append((term, divisor))
+    for term, part in found:
+        groups[_kind(term, part)].append((term, part))
     terms = []
-    for identity, group in groups.items():
-        if _are_samples(identity, group, num_samples, stack_sizes):
+    for group in groups.values():
+        if _are_samples(group, num_samples, stack_sizes):
             terms.append(_joined(group))
         else:
             terms.extend(term for term, _ in group)
     return terms
 
 
-def _are_samples(
-    identity: Hashable, group: Sequence[Found], num_samples: int, stack_sizes: StackSizes
-) -> bool:
+def _kind(term: Term, part: Part) -> Hashable:
+    """Return what terms that are joined have in common: sums also have one factor and divisor."""
+    if _is_mean(term, part):
+        return term.identity
+    return term.identity, _key(part.factor), _key(part.divisor)
+
+
+def _key(value: Number | None) -> Hashable:
+    """Return a number, or which tensor it is: one on an accelerator is not read."""
+    return id(value) if isinstance(value, Tensor) else value
+
+
+def _is_mean(term: Term, part: Part) -> bool:
+    """Whether a term is divided by a number of its own before it is added to others."""
+    return term.node_divides or part.node is not term.node
+
+
+def _are_samples(group: Sequence[Found], num_samples: int, stack_sizes: StackSizes) -> bool:
     """Whether the terms of one kind are one for each sample of the micro-batch. LossNotAdditive if
     that cannot be known, or their sum is not divided by anything.
     """
-    key = ("added", identity)
-    first, divisor = group[0]
-    if first.is_penalty or not first.node_divides:
+    first, part = group[0]
+    key = ("added", first.identity)
+    # A trained weight of a sum that is divided itself would get its gradient twice.
+    if first.is_penalty or len(part.weights) != len(first.weights):
         return False
-    factors = [term.factor for term, _ in group]
+    factors = [part.full_factor() for _, part in group]
     if all(isinstance(factor, float) for factor in factors) and len(set(factors)) > 1:
         return False
     if len(group) == 1 and key not in stack_sizes.pairs:
@@ -58,31 +79,47 @@ def _are_samples(
     if not sizes_follow_samples(key, num_samples, len(group), stack_sizes):
         return False
     is_certain = len(stack_sizes.pairs[key]) > 1
-    if divisor is None and is_certain:
+    if part.divisor is None and is_certain:
         raise undivided_sum(first.node)
-    if is_certain:
-        return True
-    if divisor is None or (isinstance(divisor, float) and divisor != len(group)):
+    if not is_certain and not _seem_samples(group, num_samples, stack_sizes):
         return False
-    if len(group) > 2 and (stack_sizes.may_change or are_apart(t.divisor for t, _ in group)):
+    stack_sizes.of_samples.add(key)
+    return True
+
+
+def _seem_samples(group: Sequence[Found], num_samples: int, stack_sizes: StackSizes) -> bool:
+    """Whether as many terms as there are samples are taken for those of the samples, as long as all
+    micro-batches have had this size.
+    """
+    first, part = group[0]
+    if part.divisor is None:
+        return False
+    if not _is_mean(first, part):
+        # One sum in any case, as all have one divisor; but two are rather those of R-Drop.
+        return len(group) > 2 or stack_sizes.may_repeat
+    has_other_divisor = isinstance(part.divisor, float) and part.divisor != len(group)
+    if stack_sizes.may_change and not has_other_divisor:
+        return True  # micro-batches of other sizes follow, or this one is the window
+    if len(group) > 2 and are_apart(term.divisor for term, _ in group):
         return True
-    if stack_sizes.may_change:
-        return False  # micro-batches of other sizes follow, or this one is the window
+    if has_other_divisor:
+        return False
     raise samples_or_heads(first.node, len(group), num_samples)
 
 
 def _joined(group: Sequence[Found]) -> Term:
-    """Return the losses of single samples as one term: factor * sum of the losses / divisor."""
-    first, divisor = group[0]
-    assert divisor is not None
+    """Return several terms as one: factor * sum of the parts / divisor."""
+    first, part = group[0]
+    assert part.divisor is not None
+    identity = ("samples", first.identity) if _is_mean(first, part) else first.identity
     return replace(
         first,
-        nodes=tuple(term.node for term, _ in group),
-        weights=tuple(weight for term, _ in group for weight in term.weights),
-        divisions=tuple(node for term, _ in group for node in term.divisions),
-        factor=first.factor * divisor,
-        divisor=divisor,
-        identity=("samples", first.identity),
+        nodes=tuple(part.node for _, part in group),
+        weights=tuple(weight for _, part in group for weight in part.weights),
+        divisions=tuple(node for _, part in group for node in part.divisions),
+        factor=part.factor,
+        divisor=part.divisor,
+        identity=identity,
         is_shape_divisor=False,
         node_divides=False,
     )

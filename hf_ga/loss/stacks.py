@@ -27,15 +27,19 @@ class StackSizes:
 
     Attributes:
         pairs: For each stack, the pairs (number of samples, size of the stack) seen so far.
+        of_samples: The stacks that were read as the losses of single samples.
         settled: The stacks whose reading has entered an update.
         may_change: Whether a stack that fits both answers may be read as either for now, because
             micro-batches of other sizes follow before the update, or the micro-batch is the window.
+        may_repeat: Whether the window can be computed again if a stack was read wrongly.
         num_changed: How often a stack turned out to be the other kind.
     """
 
     pairs: dict[Hashable, set[tuple[int, int]]] = field(default_factory=dict)
+    of_samples: set[Hashable] = field(default_factory=set)
     settled: set[Hashable] = field(default_factory=set)
     may_change: bool = False
+    may_repeat: bool = True
     num_changed: int = 0
 
     @property
@@ -54,7 +58,8 @@ class StackSizes:
             before = self.pairs.get(key, set())
             after = before | pairs
             self.pairs[key] = after
-            is_other_kind |= bool(before) and _follow(before) != _follow(after)
+            is_read = bool(before) and (key in self.of_samples or not _follow(before))
+            is_other_kind |= is_read and _follow(before) != _follow(after)
         return is_other_kind
 
     def settle(self) -> None:
@@ -134,6 +139,7 @@ def is_per_sample(stack: Stack, num_samples: int, stack_sizes: StackSizes) -> bo
         divisors = [None if reduction is None else reduction.divisor for reduction in reductions]
         if None not in divisors and not are_apart(divisors):
             raise samples_or_heads(nodes[0], stack.size, num_samples)
+    stack_sizes.of_samples.add(key)
     return True
 
 
@@ -171,7 +177,7 @@ def sizes_follow_samples(
     followed = _follow(before)
     follow = _follow(after)
     stack_sizes.pairs[key] = after
-    if not before or not followed or follow:
+    if not before or not followed or follow or key not in stack_sizes.of_samples:
         return follow
     if key in stack_sizes.settled or not stack_sizes.may_change:
         raise LossNotAdditive(

@@ -1,7 +1,7 @@
 """A term of a loss, and the backward that leaves out what the terms divide by."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -92,7 +92,7 @@ class Term:
             return None
         if self.identity[0] == "samples":
             return float(len(self.nodes))
-        return count_of(self.node)
+        return _added(count_of(node) for node in self.nodes)
 
     def class_weights(self) -> Tensor | None:
         """Return the class weights of a cross entropy, which must not differ between
@@ -115,13 +115,13 @@ class Term:
     def num_nonzero(self) -> Number | None:
         """Return how many elements of the numerator have a weight other than 0. None: unknown."""
         is_plain = not self.is_penalty and self.identity[0] != "samples"
-        return num_nonzero_of(self.node) if is_plain else None
+        return _added(num_nonzero_of(node) for node in self.nodes) if is_plain else None
 
     @property
     def num_elements(self) -> int | None:
         """Number of elements of what a sum reduces, without regard to masks. None: unknown."""
         is_sum = self.node.name() in SUMS and not self.is_penalty
-        return reduced_shape(self.node).numel() if is_sum else None
+        return sum(reduced_shape(node).numel() for node in self.nodes) if is_sum else None
 
     def value(self) -> Tensor | None:
         """Return what the term adds to the loss. None: its inputs are not saved."""
@@ -130,6 +130,12 @@ class Term:
             return None
         total = sum(values[1:], values[0]) * self.factor
         return total if self.node_divides else total / self.divisor
+
+
+def _added(numbers: Iterable[Number | None]) -> Number | None:
+    """Return the sum of some numbers. None: one of them is unknown."""
+    numbers = list(numbers)
+    return None if None in numbers else sum(numbers)
 
 
 def describe(term: Term) -> str:

@@ -323,6 +323,57 @@ def python_sum_over_samples(m, b):
     return sum(losses) / len(losses)
 
 
+def losses_of_samples(m, b):
+    """(sum over the targets of a sample, number of targets), sample by sample."""
+    for x, y in zip(b.x, b.y, strict=True):
+        is_target = (y >= 0).double()
+        losses = F.cross_entropy(m(x), y.clamp(min=0), reduction="none")
+        yield (losses * is_target).sum(), is_target.sum()
+
+
+@form
+def dot_products_with_a_mask(m, b):
+    losses = per_token(m, b)
+    k = b.is_target.double()
+    weights = b.x[:, 0, 0].abs()
+    of_targets = torch.dot(losses.flatten(), k.flatten()) + torch.einsum("bt,bt->", k, losses)
+    of_samples = (losses * k).sum(1)
+    weighted = weights @ of_samples + (weights[None] @ of_samples[:, None]).squeeze()
+    return of_targets / k.sum() + (weighted + torch.mv(weights[None], of_samples)) / weights.sum()
+
+
+@form
+def python_sum_of_divided_sums(m, b):
+    return sum(total / count for total, count in losses_of_samples(m, b)) / len(b)
+
+
+@form
+def shares_added_in_a_loop(m, b):
+    loss = 0.0
+    for total, count in losses_of_samples(m, b):
+        loss = loss + 0.5 * total * 3 / count / len(b)
+    return loss
+
+
+@form
+def sums_of_samples_divided_by_their_number(m, b):
+    return sum(total for total, _ in losses_of_samples(m, b)) / len(b)
+
+
+@form
+def sums_of_samples_divided_by_all_targets(m, b):
+    return sum(total for total, _ in losses_of_samples(m, b)) / b.is_target.sum()
+
+
+@form
+def r_drop_of_divided_sums(m, b):
+    """Two calls of one model are no two samples."""
+    number = b.is_target.sum()
+    p = (per_token(m, b) * b.is_target).sum() / number
+    q = (per_token(m, Batch(2 * b.x, b.y)) * b.is_target).sum() / number
+    return (p + q) / 2
+
+
 @form
 def r_drop(m, b):
     p = m(b.x[:, 0])

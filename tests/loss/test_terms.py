@@ -110,7 +110,8 @@ def losses_with_counts():
         "sum of squares": (F.mse_loss(z, z.detach() + 1, reduction="sum") / 3, 3, 40),
         "squares": (F.mse_loss(z, z.detach() + 1), 40, 40),
         "inner division": ((losses / 5).sum(), 5, 5),
-        "unknown": (torch.dot(z[:, 0], z[:, 1].detach()) / 8, 8, None),
+        "dot product": (torch.dot(losses, k.float()) / 9, 9, 5),
+        "divided by one each": ((losses[:1] / k[:1]).sum() / 3, 3, 1),
     }
 
 
@@ -358,6 +359,7 @@ def nodes_with_saved():
         F.binary_cross_entropy(a, b), F.binary_cross_entropy_with_logits(a, b),
         F.huber_loss(a, b), F.mse_loss(a, b), F.smooth_l1_loss(a, b), F.soft_margin_loss(a, b),
         F.multi_margin_loss(a, y), F.multilabel_margin_loss(a, torch.tensor([[0, -1, -1]] * 2)),
+        a @ b.T, a @ b[0], a[0] @ b[0], a[None] @ b.T[None],
         F.nll_loss(a, y), F.nll_loss(a[None].transpose(1, 2)[..., None], torch.zeros(1, 2, 1).long()),
         F.cross_entropy(a, b), F.cross_entropy(a, y, label_smoothing=0.1),
     ]  # fmt: skip
@@ -396,3 +398,55 @@ def test_four_means_over_as_many_targets_may_be_of_four_samples_or_of_all(stacke
     sizes.may_change = True  # micro-batches of other sizes follow
     read_terms(passes(6, stacked), num_samples=4, stack_sizes=sizes)
     assert len(read_terms(passes(6, stacked), num_samples=3, stack_sizes=sizes)) == 4
+
+
+def sums_of_samples(numbers: list[int], *, with_own_divisors: bool) -> Tensor:
+    """The mean of divided sums over some targets, or the sum of all divided by their number."""
+    elements = torch.randn(len(numbers), max(numbers), requires_grad=True)
+    totals = [values[:n].sum() for values, n in zip(elements, numbers, strict=True)]
+    if with_own_divisors:
+        return sum(total / n for total, n in zip(totals, numbers, strict=True)) / len(numbers)
+    return sum(totals) / sum(numbers)
+
+
+@pytest.mark.parametrize("numbers", [[3, 1, 4], [1, 1, 1]])
+def test_divided_sums_of_samples_are_one_mean(numbers):
+    loss = sums_of_samples(numbers, with_own_divisors=True)
+    (term,) = read_terms(loss, num_samples=3)
+    assert (term.factor, term.divisor, term.count()) == (1.0, 3.0, 3.0)
+    (term,) = read_terms(loss / 8, num_samples=3)  # of a loop that accumulates by hand
+    assert (term.factor, term.divisor, term.count()) == (1.0, 24.0, 3.0)
+
+
+def test_divided_sums_that_may_be_of_samples_or_of_all_are_refused():
+    for numbers in ([4, 4, 4], [3, 1]):
+        loss = sums_of_samples(numbers, with_own_divisors=True)
+        with pytest.raises(LossNotAdditive, match=f"the mean of {len(numbers)} means of the same"):
+            read_terms(loss, num_samples=len(numbers))
+    assert len(read_terms(loss / 4, num_samples=2)) == 2
+    assert len(read_terms(loss, num_samples=5)) == 2
+
+
+def test_sums_of_samples_with_one_divisor_are_one_sum():
+    sizes = StackSizes()
+    loss = sums_of_samples([3, 1, 4], with_own_divisors=False)
+    (term,) = read_terms(loss, num_samples=3, stack_sizes=sizes)
+    assert (term.divisor, term.count(), term.num_elements) == (8.0, 8.0, 8)
+    loss = sums_of_samples([3, 1], with_own_divisors=False)
+    (term,) = read_terms(loss, num_samples=2, stack_sizes=sizes)
+    assert (term.divisor, term.count(), term.num_elements) == (4.0, 4.0, 4)
+
+
+def test_a_trained_weight_of_a_divided_sum_gets_its_gradient_once():
+    """Such sums are not joined: the weight is below the division, which would reach it again."""
+    scale = nn.Parameter(torch.tensor(2.0))
+    elements = torch.randn(3, 4, requires_grad=True)
+    numbers = (3, 1, 4)
+    totals = [values[:n].sum() for values, n in zip(elements, numbers, strict=True)]
+    loss = sum(total * scale / n for total, n in zip(totals, numbers, strict=True)) / 3
+    terms = read_terms(loss, num_samples=3)
+    assert len(terms) == 3
+    (expected,) = torch.autograd.grad(loss, scale, retain_graph=True)
+    with undivided(terms, [1 / term.divisor for term in terms]):
+        loss.backward()
+    torch.testing.assert_close(scale.grad, expected)

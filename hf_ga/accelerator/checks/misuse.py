@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hf_ga.errors import ConfigError, UnkeyedRandomness
+from hf_ga.loss.identity import VIEWS
 from hf_ga.loss.nodes.means import reduction_of
 from hf_ga.loss.nodes.saved import inputs, number, saved
 
@@ -66,7 +67,7 @@ def is_sum(node: Node) -> bool:
 
 def _is_one_sum(node: Node) -> bool:
     """Whether a node that is no addition is such a sum."""
-    if node.name() in MULTIPLES:
+    if node.name() in VIEWS or node.name() in MULTIPLES:
         return any(is_sum(child) for child, _ in inputs(node))
     reduction = reduction_of(node)
     return reduction is not None and reduction.divisor is None
@@ -186,14 +187,15 @@ def unexpected_backward(*, is_in_evaluation: bool) -> ConfigError:
 def check_undivided(loss: Tensor, num_steps: int) -> None:
     """Check that a planned loop does not divide its loss by the accumulation steps.
 
-    (a + b) / 2 with 2 steps is taken for the mean of two terms.
+    (a + b) / 2 with 2 steps is taken for the mean of two terms, and so are more terms.
 
     Raises:
         ConfigError: If it does.
     """
     if num_steps < 2 or division_by_number(loss) != num_steps:
         return
-    if num_steps == 2 and num_terms(loss) > 1:
+    number = num_terms(loss)
+    if number > 1 and num_steps in (2, number):
         return
     raise ConfigError(
         f"the loss is divided by {num_steps}, the gradient accumulation steps, but the window's "

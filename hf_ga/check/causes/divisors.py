@@ -61,9 +61,10 @@ def read_divisors(context: CheckContext, window: Window) -> list[Divisors]:
         OwnLoop(engine, model, context.settings.loss_fn).add_gradients(window)
     model.zero_grad()
     found = []
-    for readings in readings_by_term(engine.gradient.readings):
+    all_readings = on_host(engine.gradient.readings)
+    for readings in readings_by_term(all_readings):
         is_penalty = readings[0].term is not None and readings[0].term.is_penalty
-        values = np.array([engine.gradient.checks.true_divisor(reading) for reading in readings])
+        values = np.array(engine.gradient.checks.true_divisors(readings[0].key, all_readings))
         if not is_penalty and len(values) == len(window.micro_batches) and values.sum():
             found.append(Divisors(name_of_term(readings), values))
     return found or by_samples

@@ -154,14 +154,32 @@ class DivisorChecks:
         self.followed: dict[TermKey, set[str]] = {}
         self.trusts_numbers = False
         self.compares_rehearsal = True
+        # Terms that divide by the number of targets of another one in the window, and that one.
+        self._lenders: dict[TermKey, TermKey] = {}
         self._has_warned = False
 
     def follows(self, key: TermKey) -> set[str]:
         """Return what the divisor of a term, which is trusted, may be proportional to."""
         return self.followed.get(key, set()) - {BY_NOTHING}
 
-    def true_divisor(self, reading: Reading) -> float:
-        """Return what a reading on the host adds to the divisor of the window."""
+    def true_divisors(self, key: TermKey, readings: Sequence[Reading]) -> list[float]:
+        """Return what a term adds to the divisor of the window in each micro-batch.
+
+        Args:
+            key: The term.
+            readings: Of all terms in these micro-batches, on the host, checked before.
+        """
+        of_term = [reading for reading in readings if reading.key == key]
+        if key not in self._lenders:
+            return [self._true_divisor(reading) for reading in of_term]
+        of_lender = [reading for reading in readings if reading.key == self._lenders[key]]
+        return [
+            float(reading.divisor) if self._true_divisor(lender) else 0.0
+            for reading, lender in zip(of_term, of_lender, strict=True)
+        ]
+
+    def _true_divisor(self, reading: Reading) -> float:
+        """Return what a reading whose divisor is that of its own targets adds, see above."""
         if self.follows(reading.key) == {BY_SAMPLES}:
             return float(reading.divisor)  # of samples, also where their weights are 0
         return true_divisor(reading)
@@ -226,7 +244,13 @@ class DivisorChecks:
                 trusted.append(of_term)
             else:
                 untrusted.append(of_term)
-        untrusted = [of_term for of_term in untrusted if not _is_that_of_any(of_term, trusted)]
+        lenders = [_lender(of_term, trusted) for of_term in untrusted]
+        self._lenders = {
+            of_term[0].key: lender
+            for of_term, lender in zip(untrusted, lenders, strict=True)
+            if lender is not None
+        }
+        untrusted = [of_term for of_term in untrusted if of_term[0].key not in self._lenders]
         depends_on_width = any(reading.ignores_width for reading in readings)
         if not untrusted and (is_padded or not depends_on_width):
             return True
@@ -277,9 +301,9 @@ class DivisorChecks:
             )
 
 
-def _is_that_of_any(readings: Sequence[Reading], others: Sequence[Sequence[Reading]]) -> bool:
-    """Whether a divisor is that of another term in all micro-batches, up to a constant factor:
-    label smoothing divides by the weights of the targets, but sums over all classes.
+def _lender(readings: Sequence[Reading], others: Sequence[Sequence[Reading]]) -> TermKey | None:
+    """Return the term whose divisor a term has in all micro-batches, up to a constant factor: label
+    smoothing divides by the weights of the targets, but sums over all classes. None: there is none.
     """
     divisors = [reading.divisor for reading in readings]
     for other in others:
@@ -287,8 +311,8 @@ def _is_that_of_any(readings: Sequence[Reading], others: Sequence[Sequence[Readi
         if len(of_other) == len(divisors) and _have_one_ratio(
             list(zip(divisors, of_other, strict=True))
         ):
-            return True
-    return False
+            return other[0].key
+    return None
 
 
 def factors_of(readings: Sequence[Reading]) -> dict[TermKey, float]:
@@ -385,11 +409,12 @@ def _proportional_to(readings: Sequence[Reading]) -> set[str]:
     if readings[0].term.is_shape_divisor or not _grows(readings):
         return possible
     with_targets = [reading for reading in readings if not is_empty(reading)]
-    smallest = min((reading.divisor for reading in with_targets), default=math.inf)
+    ratios = [r.divisor / n for r in with_targets for n in (r.count, r.num_nonzero) if n]
+    of_one_target = max(ratios, default=math.inf)
     raised = [reading.divisor for reading in readings if is_empty(reading)]
     # To that of one target (`clamp(min=1)`), or to a constant below it (`k + eps`).
     is_constant = _have_one_ratio([(divisor, 1.0) for divisor in raised])
-    if not is_constant or max(raised, default=0.0) > smallest * (1 + RELATIVE_ROUNDING):
+    if not is_constant or max(raised, default=0.0) > of_one_target * (1 + RELATIVE_ROUNDING):
         return possible
     if _follows([(reading.divisor, reading.count) for reading in with_targets]):
         possible.add(BY_TARGETS)

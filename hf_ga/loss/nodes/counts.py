@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hf_ga.loss.nodes.means import CROSS_ENTROPIES, MEANS, NONE, SUMS, reduced_shape, reduction_of
+from hf_ga.loss.nodes.means import (
+    CROSS_ENTROPIES,
+    DOT_PRODUCTS,
+    MEANS,
+    NONE,
+    SUMS,
+    reduced_shape,
+    reduction_of,
+)
 from hf_ga.loss.nodes.saved import Number, inputs, number, output_shape, saved, signed
 
 
@@ -19,15 +27,12 @@ def count_of(node: Node) -> Number | None:
     kind = node.name()
     if kind in CROSS_ENTROPIES:
         return number(saved(node, "total_weight"))
-    if kind == "DotBackward0":
-        return None
     if kind not in SUMS | MEANS:
         reduction = reduction_of(node)
         assert reduction is not None
         is_sum = reduction.divisor is None
         return float(reduced_shape(node).numel()) if is_sum else reduction.divisor
-    child, index = inputs(node)[0]
-    weights = _weights(child, index)
+    weights = _of_reduced(node)
     if weights is not None:
         return number(weights.sum())
     return float(reduced_shape(node).numel())
@@ -38,11 +43,18 @@ def num_nonzero_of(node: Node) -> Number | None:
 
     Of `(losses * advantages * mask).sum()` it is the number of targets.
     """
-    if node.name() not in SUMS or node.name() == "DotBackward0":
-        return None
-    child, index = inputs(node)[0]
-    weights = _weights(child, index)
+    weights = _of_reduced(node) if node.name() in SUMS else None
     return None if weights is None else number((weights != 0).sum())
+
+
+def _of_reduced(node: Node) -> Tensor | None:
+    """Return what the elements that a sum or a mean reduces are multiplied by. None: 1."""
+    weights = _below(node)
+    if node.name() not in DOT_PRODUCTS:
+        return weights
+    is_first = node.next_functions[0][0] is not None
+    constant = saved(node, DOT_PRODUCTS[node.name()] if is_first else "self").detach()
+    return _product(weights, constant.reshape(reduced_shape(node)))
 
 
 def _weights(node: Node, index: int = 0) -> Tensor | None:
@@ -80,7 +92,8 @@ def _of_product(node: Node) -> Tensor | None:
 def _of_quotient(node: Node) -> Tensor | None:
     """Weights of what is divided by one constant number."""
     is_constant = len(inputs(node)) == 1 and node.next_functions[0][0] is not None
-    is_number = is_constant and saved(node, "other").numel() == 1
+    # A divisor of each sample has a dim, also in a micro-batch of one sample.
+    is_number = is_constant and saved(node, "other").dim() == 0
     return _below(node) if is_number else None
 
 

@@ -22,7 +22,11 @@ ELEMENT_LOSSES = {
 }
 # They divide by the number of classes, too, which is the same in all micro-batches.
 ROW_LOSSES = {"MultiMarginLossBackward0", "MultilabelMarginLossBackward0"}
-SUMS = {"DotBackward0", "NansumBackward0", "SumBackward0", "SumBackward1"}
+# Sums of products: node -> the name under which it keeps the second factor; the first is "self".
+DOT_PRODUCTS = {
+    "BmmBackward0": "mat2", "DotBackward0": "tensor", "MmBackward0": "mat2", "MvBackward0": "vec",
+}  # fmt: skip
+SUMS = {"NansumBackward0", "SumBackward0", "SumBackward1", *DOT_PRODUCTS}
 MEANS = {"MeanBackward0", "MeanBackward1"}
 
 
@@ -43,6 +47,8 @@ def reduction_of(node: Node) -> Reduction | None:
     """Return how a node reduces elements to one number. None: it does not."""
     kind = node.name()
     if output_shape(node).numel() != 1:
+        return None
+    if kind in DOT_PRODUCTS and len(inputs(node)) > 1:
         return None
     if kind in SUMS:
         return Reduction(divisor=None)

@@ -1,0 +1,190 @@
+"""Losses that are sums of several: a window of the loop against one float64 full batch."""
+
+from collections.abc import Callable, Iterator
+
+import accelerate
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hf_ga
+
+NUM_SAMPLES = 8
+WIDTH = 7
+Batch = dict[str, Tensor]
+Loss = Callable[[Tensor, Batch], Tensor]
+
+
+def samples() -> list[Batch]:
+    """Sequences of 1 to 6 targets."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [3, 1, 6, 2, 5, 4, 1, 6]
+    result = []
+    for length in lengths:
+        features = torch.randn(WIDTH, 4, generator=generator)
+        labels = torch.randint(3, (WIDTH,), generator=generator)
+        result.append(
+            {"features": features, "labels": labels, "mask": torch.arange(WIDTH) < length}
+        )
+    return result
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def sums(outputs: Tensor, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+    """(sum over the targets of a sample, number of targets), sample by sample."""
+    for logits, labels, mask in zip(outputs, batch["labels"], batch["mask"], strict=True):
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        yield (losses * mask).sum(), mask.sum()
+
+
+def mean_of_means(outputs: Tensor, batch: Batch) -> Tensor:
+    return sum(total / count for total, count in sums(outputs, batch)) / len(outputs)
+
+
+def shares(outputs: Tensor, batch: Batch) -> Tensor:
+    loss = 0.0
+    for total, count in sums(outputs, batch):
+        loss = loss + total / count / len(outputs)
+    return loss
+
+
+def mean_of_sums(outputs: Tensor, batch: Batch) -> Tensor:
+    return sum(total for total, _ in sums(outputs, batch)) / len(outputs)
+
+
+def mean_of_targets(outputs: Tensor, batch: Batch) -> Tensor:
+    return sum(total for total, _ in sums(outputs, batch)) / batch["mask"].sum()
+
+
+def weighted(outputs: Tensor, batch: Batch) -> Tensor:
+    """Samples weigh by a number of Python."""
+    weights = batch["features"][:, 0, 0].abs().tolist()
+    losses = [
+        w * total / count for w, (total, count) in zip(weights, sums(outputs, batch), strict=True)
+    ]
+    return sum(losses) / len(losses)
+
+
+def chosen_means(outputs: Tensor, batch: Batch) -> Tensor:
+    """Means of torch, over the targets of a sample."""
+    chosen = zip(outputs, batch["labels"], batch["mask"], strict=True)
+    return sum(F.cross_entropy(o[mask], y[mask]) for o, y, mask in chosen) / len(outputs)
+
+
+LOSSES = [mean_of_means, shares, mean_of_sums, mean_of_targets, weighted, chosen_means]
+
+
+def prepared(kind: type, batch_size: int, **options: int) -> tuple:
+    """The accelerator, model, optimizer and loader of two windows of the same samples."""
+    accelerator = kind(cpu=True, **options)
+    loader = DataLoader(samples() * 2, batch_size=batch_size)
+    return accelerator, *accelerator.prepare(*model_and_optimizer(), loader)
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def accumulated(kind: type, loss_of: Loss, batch_size: int) -> Tensor:
+    """The gradient of the second window of a loop with `accelerator.accumulate`."""
+    steps = NUM_SAMPLES // batch_size
+    accelerator, model, optimizer, loader = prepared(
+        kind, batch_size, gradient_accumulation_steps=steps
+    )
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model(batch["features"]), batch))
+            if accelerator.sync_gradients:
+                found = gradient_of(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def accumulated_by_hand(kind: type, loss_of: Loss, batch_size: int) -> Tensor:
+    """The gradient of the second window of a loop that divides its losses."""
+    steps = NUM_SAMPLES // batch_size
+    accelerator, model, optimizer, loader = prepared(kind, batch_size)
+    for number, batch in enumerate(loader, start=1):
+        accelerator.backward(loss_of(model(batch["features"]), batch) / steps)
+        if number % steps == 0:
+            found = gradient_of(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def full_batch(loss_of: Loss) -> Tensor:
+    """One backward of all samples in float64."""
+    model, _ = model_and_optimizer()
+    model.double()
+    batch = torch.utils.data.default_collate(samples())
+    batch["features"] = batch["features"].double()
+    loss_of(model(batch["features"]), batch).backward()
+    return gradient_of(model)
+
+
+def error(found: Tensor, reference: Tensor) -> float:
+    return float((found.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("loss_of", LOSSES)
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_a_loop_over_samples_is_the_full_batch(loss_of, batch_size):
+    found = accumulated(hf_ga.Accelerator, loss_of, batch_size)
+    assert error(found, full_batch(loss_of)) < 1e-6
+
+
+@pytest.mark.parametrize("loss_of", LOSSES)
+def test_a_loop_over_samples_that_accumulates_by_hand(loss_of):
+    found = accumulated_by_hand(hf_ga.Accelerator, loss_of, 4)
+    assert error(found, full_batch(loss_of)) < 1e-6
+
+
+def test_accelerates_own_loop_is_not():
+    found = accumulated(accelerate.Accelerator, mean_of_targets, 2)
+    assert error(found, full_batch(mean_of_targets)) > 1e-2
+
+
+def heads_of_one_layer(outputs: Tensor, batch: Batch) -> Tensor:
+    """As many losses of one layer as there are accumulation steps, of all samples each."""
+    targets = batch["labels"][batch["mask"]]
+    losses = [F.cross_entropy(k * outputs[batch["mask"]], targets) for k in (1, 2, 3, 4)]
+    return sum(losses) / 4
+
+
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+@pytest.mark.parametrize("gradient", [accumulated, accumulated_by_hand])
+def test_several_losses_of_one_layer_are_no_samples(gradient, batch_size):
+    found = gradient(hf_ga.Accelerator, heads_of_one_layer, batch_size)
+    assert error(found, full_batch(heads_of_one_layer)) < 1e-6
+
+
+def weighted_targets(outputs: Tensor, batch: Batch) -> Tensor:
+    """A second sum over some of the targets, which some samples lack, divided by their number."""
+    mask = batch["mask"]
+    losses = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+    chosen = mask * (batch["labels"] == 2)
+    return ((losses * mask).sum() + 0.3 * (losses * chosen).sum()) / mask.sum().clamp(min=1)
+
+
+def sums_of_two_masks(outputs: Tensor, batch: Batch) -> Tensor:
+    mask = batch["mask"]
+    losses = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+    chosen = mask * (batch["features"][:, :1, 0] > 0)  # all targets of some samples
+    return ((losses * mask).sum() + (losses * chosen).sum()) / mask.sum()
+
+
+@pytest.mark.parametrize("loss_of", [weighted_targets, sums_of_two_masks])
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_a_sum_may_be_divided_by_the_targets_of_another_one(loss_of, batch_size):
+    """Also where a micro-batch has none of its own."""
+    found = accumulated(hf_ga.Accelerator, loss_of, batch_size)
+    assert error(found, full_batch(loss_of)) < 1e-6
