@@ -215,8 +215,9 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
     waiting = [model]
     while waiting:
         module = waiting.pop()
+        forward = vars(module).get("forward") or type(module).forward  # sooner than a bound method
         is_module_compiled = module._compiled_call_impl is not None
-        if is_module_compiled or hasattr(module.forward, "_torchdynamo_orig_callable"):
+        if is_module_compiled or hasattr(forward, "_torchdynamo_orig_callable"):
             found.append(module)
         elif module._modules:
             if _is_wrapper(module):

@@ -11,7 +11,7 @@ which models this leaves loss and gradient unchanged.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -111,7 +111,12 @@ class Packing(SpeedUp):
         self._modules_in_layers = frozenset(
             module for layer in layers for module in layer.modules()
         )
-        self._tried_hooks = user_hooks(self._modules_in_layers)
+        self._hooks_in_layers = [
+            hooks
+            for module in self._modules_in_layers
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+        self._tried_hooks = user_hooks(self._hooks_in_layers)
         # Names of the arguments of a layer's forward.
         layer_signature = inspect.signature(type(layers[0]).forward)
         self._parameter_names = list(layer_signature.parameters)[1:]  # without self
@@ -128,7 +133,7 @@ class Packing(SpeedUp):
     @property
     def _has_new_hooks(self) -> bool:
         """Whether modules in the layers have hooks that the trial did not try."""
-        hooks = user_hooks(self._modules_in_layers)
+        hooks = user_hooks(self._hooks_in_layers)
         return any(all(hook is not tried for tried in self._tried_hooks) for hook in hooks)
 
     def trial(self) -> AbstractContextManager[None]:
@@ -440,14 +445,9 @@ def reason_not_to_run_rows(
     return None
 
 
-def user_hooks(modules: Iterable[nn.Module]) -> list[Callable]:
-    """Return the forward hooks on modules, without those of torch (FSDP2) and hf_ga."""
-    hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
-    hooks = [
-        hook
-        for module in hooked
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    ]
+def user_hooks(of_modules: Iterable[Mapping[int, Callable]]) -> list[Callable]:
+    """Return the hooks in the registries of modules, without those of torch (FSDP2) and hf_ga."""
+    hooks = [hook for of_module in filter(None, of_modules) for hook in of_module.values()]
     owners = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
     return [
         hook
