@@ -19,7 +19,7 @@ from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
 from hf_ga.finetuning.data.encoding.choices import encode_choices
 from hf_ga.finetuning.data.encoding.labels import encode_labels
-from hf_ga.finetuning.data.encoding.masking import KeyedMasks
+from hf_ga.finetuning.data.encoding.masking import KeyedMasks, mask_tokens
 from hf_ga.finetuning.data.encoding.numeric import RULES, encode_numbers
 from hf_ga.finetuning.data.encoding.spans import encode_answers
 from hf_ga.finetuning.data.encoding.tokenization import (
@@ -53,8 +53,8 @@ _LOSS_COLUMNS = (
 _CACHE_VERSION = 7
 # Part of `PreparedData.identity`: increment when the same rows are tokenized differently.
 _TOKENIZATION_VERSION = 6
-# (original rows, rows with columns named by role, tokenized samples); see `prepare_unlabelled`.
-Unlabelled = tuple[Dataset, Dataset, Dataset]
+# (rows, tokenized samples); see `prepare_unlabelled`.
+Unlabelled = tuple[Dataset, Dataset]
 
 
 @dataclass
@@ -108,10 +108,13 @@ class PreparedData:
                     "masked-lm needs a tokenizer with a mask token, but this one has none: use a "
                     "BERT-like model."
                 )
-            settings["special_ids"] = tuple(self.tokenizer.all_special_ids)
-            settings["mask_token_id"] = self.tokenizer.mask_token_id
-            settings["vocab_size"] = len(self.tokenizer)
-            settings["probability"] = self.mlm_probability
+            settings["mask"] = partial(
+                mask_tokens,
+                special_ids=self.tokenizer.all_special_ids,
+                mask_token_id=self.tokenizer.mask_token_id,
+                vocab_size=len(self.tokenizer),
+                probability=self.mlm_probability,
+            )
         return partial(self.task.collate, **settings)
 
     def samples(self, split: str) -> Any:
@@ -212,9 +215,9 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
         files: Names and patterns of files.
 
     Returns:
-        (original rows; the same rows with columns named by role; their samples). There is at least
-        one sample per row, and an empty row has an empty sample. For token classification, the
-        `label` of a sample has the index of each word at the word's first token.
+        (the rows; their samples). There is at least one sample per row, and an empty row has an
+        empty sample. For token classification, the `label` of a sample has the index of each word
+        at the word's first token.
 
     Raises:
         DataError: If a file cannot be read, or lacks a column.
@@ -228,9 +231,10 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
     if not data.columns:
         data.columns = choose_columns(splits, options, data.task)
     roles = {role: column for role, column in data.columns.items() if role not in TRAINING_ROLES}
-    named = rename_columns(splits, roles)["predict"]
-    inputs = encode_choices(named, "predict") if data.task.labels == "choice" else named
-    return rows, named, _map_tokenization(inputs, "predict", options, data)
+    inputs = rename_columns(splits, roles)["predict"]
+    if data.task.labels == "choice":
+        inputs = encode_choices(inputs, "predict")
+    return rows, _map_tokenization(inputs, "predict", options, data)
 
 
 def _dataset_names(options: DataOptions) -> str:

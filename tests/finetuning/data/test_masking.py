@@ -86,22 +86,6 @@ def test_special_and_padding_tokens_are_never_targets():
     assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 0, 0, 0, 0]]
 
 
-def test_padding_with_an_ordinary_token_is_no_target():
-    """The place of padding decides, not only its id."""
-    settings = {
-        "special_ids": (),
-        "mask_token_id": MASK,
-        "vocab_size": 16,
-        "probability": 1 - 1e-12,
-        "pad_token_id": 5,
-    }
-    batch = collate_masked().func(
-        [{"input_ids": [3, 4], "mask_key": 1}, {"input_ids": [7], "mask_key": 2}], **settings
-    )
-    assert batch["labels"].tolist() == [[3, 4], [7, -100]]
-    assert batch["input_ids"][1, 1] == 5
-
-
 def test_no_mask_token_is_refused():
     with pytest.raises(ConfigError, match="mask token"):
         collate_masked(tokenizer=letter_tokenizer())
