@@ -448,9 +448,7 @@ def _num_prefix_tokens(
     """Count the special tokens at the beginning of a sample, which truncation must keep: those that
     the tokenizer added, or the begin-of-text token that a chat template wrote.
     """
-    num_added = len(special_tokens_mask)
-    if 0 in special_tokens_mask:
-        num_added = special_tokens_mask.index(0)
+    num_added = [*special_tokens_mask, 0].index(0)
     begins_with_bos = ids[:1] == [tokenizer.bos_token_id]
     return max(num_added, int(begins_with_bos))
 
