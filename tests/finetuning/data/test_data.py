@@ -606,7 +606,7 @@ def to_predict(task, rows, train, tmp_path, tokenizer=None, known=None, **more):
         )
         config.validation_file = config.dataset_name
     data = prepare_data(config, tokenizer or letter_tokenizer(**SPECIAL), known)
-    return data, *prepare_unlabelled(config, data, file)
+    return data, *prepare_unlabelled(data)
 
 
 PREDICTED = {
@@ -695,9 +695,8 @@ def test_translations_are_flattened(tmp_path):
         1,
     ]
     predicted = write(tmp_path / "p.jsonl", [{"translation": {"de": "a b"}}])
-    kept, samples = prepare_unlabelled(
-        FinetuneConfig(task="seq2seq", dataset_name=file), data, predicted
-    )
+    data.options.predict_file = predicted
+    kept, samples = prepare_unlabelled(data)
     assert kept[0] == {"translation": {"de": "a b"}}
     assert samples["input_ids"][:] == [[3, 4]]
 
@@ -798,9 +797,8 @@ def test_only_the_first_rows(tmp_path):
         "test": 3,
     }
     assert data.splits["train"]["input_ids"][:] == whole.splits["train"]["input_ids"][:7]
-    assert [
-        len(part) for part in prepare_unlabelled(FinetuneConfig(**options), data, files["test"])
-    ] == [3, 3]
+    data.options.predict_file = files["test"]
+    assert [len(part) for part in prepare_unlabelled(data)] == [3, 3]
     split = prepared(file, tokenizer, **options, validation_split_percentage=25)
     assert len(split.splits["validation"]) == 10
     assert len(split.splits["train"]) == 7

@@ -16,6 +16,7 @@ from test_data import letter_tokenizer
 from hf_ga import ConfigError
 from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.data.encoding.masking import KeyedMasks, mask_tokens
+from hf_ga.finetuning.data.options import DataOptions
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.scores.evaluation import evaluation_windows
 from hf_ga.loading.window_loader import WindowLoader
@@ -36,9 +37,9 @@ def samples_of(count, seed=3):
 
 
 def collate_masked(probability=0.4, tokenizer=None):
-    return PreparedData(
-        TASKS["masked-lm"], {}, tokenizer or letter_tokenizer(**TOKENS), {}, probability, ""
-    ).collate
+    options = DataOptions(task="masked-lm", mlm_probability=probability)
+    tokenizer = tokenizer or letter_tokenizer(**TOKENS)
+    return PreparedData(options, TASKS["masked-lm"], {}, tokenizer, {}, "").collate
 
 
 def loader(samples, sizes=(16,), seed=0, **more):
