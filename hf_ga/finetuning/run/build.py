@@ -403,7 +403,7 @@ def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") ->
 
     Returns:
         The loss and the other metrics, named `eval_...` for the validation split, else
-        `<split>_...`.
+        `<split>_...`; of a loss that is a mean over tokens, also `perplexity` = exp(loss).
     """
     data = setup.data
     make_windows = partial(
@@ -424,6 +424,8 @@ def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") ->
         found = evaluate_samples(
             setup.accelerator, model, make_windows, loss_fn=loss_fn, reader=reader
         )
+        if not data.task.metrics:
+            found["perplexity"] = math.exp(min(found["loss"], 700.0))  # larger ones overflow
     results = {prefix + name.removeprefix("eval_"): value for name, value in found.items()}
     if setup.on_evaluate is not None:
         with torch.no_grad(), restored_modes(model):
