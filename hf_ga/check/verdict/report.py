@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hf_ga.check.verdict.rows import OURS, Cause, ReportRow
-from hf_ga.errors import MissingPackage
 from hf_ga.recovery.files import write_json, write_text
 
 HTML_HEAD = (
@@ -165,11 +165,10 @@ class EquivalenceReport:
         ran or matplotlib is missing.
         """
         plot = ""
-        if any(row.refused is None for row in self.rows):
-            try:
-                plot = f'<img alt="relative error by layout" src="{_plot(self.rows)}">'
-            except MissingPackage as error:  # the text is useful without the plot
-                plot = f"<p>{escape(str(error))}</p>"
+        if find_spec("matplotlib") is None:
+            plot = '<p>the plot of this report needs matplotlib: pip install "hf_ga[finetune]".</p>'
+        elif any(row.refused is None for row in self.rows):
+            plot = f'<img alt="relative error by layout" src="{_plot(self.rows)}">'
         return (
             '<div style="color: black; background: white; overflow-x: '
             f'auto"><pre>{escape(str(self))}</pre>{plot}</div>'
@@ -194,12 +193,7 @@ def _plot(rows: Sequence[ReportRow]) -> str:
     a PNG image.
     """
     # Imported lazily: it takes 0.7 s, and most processes plot nothing.
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise MissingPackage(
-            'the plot of this report needs matplotlib: pip install "hf_ga[finetune]".'
-        ) from error
+    from matplotlib.figure import Figure
 
     ran = [row for row in rows if row.refused is None]
     layouts = dict.fromkeys(row.layout for row in ran)

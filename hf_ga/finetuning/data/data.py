@@ -19,7 +19,7 @@ from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
 from hf_ga.finetuning.data.encoding.choices import encode_choices
 from hf_ga.finetuning.data.encoding.labels import encode_labels
-from hf_ga.finetuning.data.encoding.masking import KeyedMasks
+from hf_ga.finetuning.data.encoding.masking import KeyedMasks, mask_tokens
 from hf_ga.finetuning.data.encoding.numeric import RULES, encode_numbers
 from hf_ga.finetuning.data.encoding.spans import encode_answers
 from hf_ga.finetuning.data.encoding.tokenization import (
@@ -30,7 +30,7 @@ from hf_ga.finetuning.data.encoding.tokenization import (
 from hf_ga.finetuning.data.formats.corpus import SPLITS
 from hf_ga.finetuning.data.formats.files import load_files, wrap_read_errors
 from hf_ga.finetuning.data.formats.squad import flatten_articles
-from hf_ga.finetuning.data.options import DataOptions, Several, as_list
+from hf_ga.finetuning.data.options import DataOptions, as_list
 from hf_ga.finetuning.data.sources import first_rows, load_rows
 from hf_ga.finetuning.data.streamed import StreamedSamples
 from hf_ga.finetuning.data.tasks import TASKS, Task
@@ -53,8 +53,8 @@ _LOSS_COLUMNS = (
 _CACHE_VERSION = 7
 # Part of `PreparedData.identity`: increment when the same rows are tokenized differently.
 _TOKENIZATION_VERSION = 6
-# (original rows, rows with columns named by role, tokenized samples); see `prepare_unlabelled`.
-Unlabelled = tuple[Dataset, Dataset, Dataset]
+# (rows, tokenized samples); see `prepare_unlabelled`.
+Unlabelled = tuple[Dataset, Dataset]
 
 
 @dataclass
@@ -62,12 +62,12 @@ class PreparedData:
     """The tokenized splits of a run, and what is known about them.
 
     Attributes:
+        options: The options that the data were prepared with.
         task: The task.
         splits: Split name (`train`, `validation`, `test`, as far as they exist) -> samples, with
             the columns of the task's tokenization.
         tokenizer: The tokenizer of the model.
         columns: Role -> column of the rows, see `choose_columns`.
-        mlm_probability: Masked LM: the probability that a token is a target.
         description: One line on the source of the rows, for the log.
         labels: Class names in the order of their ids; empty if the task has no classes.
         notes: Lines for the log, such as how many rows were truncated or skipped.
@@ -79,11 +79,11 @@ class PreparedData:
             contains only the first ones.
     """
 
+    options: DataOptions
     task: Task
     splits: dict[str, Dataset]
     tokenizer: PreTrainedTokenizerBase
     columns: dict[str, str]
-    mlm_probability: float
     description: str
     labels: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -108,10 +108,13 @@ class PreparedData:
                     "masked-lm needs a tokenizer with a mask token, but this one has none: use a "
                     "BERT-like model."
                 )
-            settings["special_ids"] = tuple(self.tokenizer.all_special_ids)
-            settings["mask_token_id"] = self.tokenizer.mask_token_id
-            settings["vocab_size"] = len(self.tokenizer)
-            settings["probability"] = self.mlm_probability
+            settings["mask"] = partial(
+                mask_tokens,
+                special_ids=self.tokenizer.all_special_ids,
+                mask_token_id=self.tokenizer.mask_token_id,
+                vocab_size=len(self.tokenizer),
+                probability=self.options.mlm_probability,
+            )
         return partial(self.task.collate, **settings)
 
     def samples(self, split: str) -> Any:
@@ -157,11 +160,11 @@ def prepare_data(
             "long sources: set truncation_side right, or omit source_prefix."
         )
     data = PreparedData(
+        options=options,
         task=task,
         splits={},
         tokenizer=tokenizer,
         columns={},
-        mlm_probability=options.mlm_probability,
         description=_describe(rows, options),
         notes=notes,
     )
@@ -184,7 +187,7 @@ def prepare_data(
     for split in SPLITS:
         is_used = not (options.eval_only and split == "train")
         if split in rows and is_used:
-            data.splits[split] = _tokenize_split(rows[split], split, options, data)
+            data.splits[split] = _tokenize_split(rows[split], split, data)
     if "train" in data.splits:
         data.content_hash = _hash_rows(_select_loss_columns(data.splits["train"]), data)
         data.identity = {
@@ -195,31 +198,30 @@ def prepare_data(
         if "validation" in rows:
             data.identity["validation"] = _hash_rows(rows["validation"], data)
     if stream is not None:
-        tokenize = _tokenize_function(options, data)
         data.stream = StreamedSamples(
-            stream, _dataset_names(options), data.columns, data.labels, tokenize
+            stream, _dataset_names(options), data.columns, data.labels, _tokenize_function(data)
         )
     return data
 
 
-def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several) -> Unlabelled:
+def prepare_unlabelled(data: PreparedData) -> Unlabelled:
     """Load and tokenize the rows of `predict_file`, which need no labels.
 
     Args:
-        options: The options of the run's data.
         data: The prepared data of the run. Lines for the log are appended to its `notes`, and its
             `columns` are chosen if the run has no other rows.
-        files: Names and patterns of files.
 
     Returns:
-        (original rows; the same rows with columns named by role; their samples). There is at least
-        one sample per row, and an empty row has an empty sample. For token classification, the
-        `label` of a sample has the index of each word at the word's first token.
+        (the rows; their samples). There is at least one sample per row, and an empty row has an
+        empty sample. For token classification, the `label` of a sample has the index of each word
+        at the word's first token.
 
     Raises:
         DataError: If a file cannot be read, or lacks a column.
     """
-    rows = load_files(as_list(files), "predict", field=options.field, notes=data.notes)
+    options = data.options
+    files = as_list(options.predict_file)
+    rows = load_files(files, "predict", field=options.field, notes=data.notes)
     if options.task == "question-answering":
         rows = flatten_articles(rows)
     rows = first_rows(rows, options.max_predict_samples)
@@ -228,9 +230,10 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
     if not data.columns:
         data.columns = choose_columns(splits, options, data.task)
     roles = {role: column for role, column in data.columns.items() if role not in TRAINING_ROLES}
-    named = rename_columns(splits, roles)["predict"]
-    inputs = encode_choices(named, "predict") if data.task.labels == "choice" else named
-    return rows, named, _map_tokenization(inputs, "predict", options, data)
+    inputs = rename_columns(splits, roles)["predict"]
+    if data.task.labels == "choice":
+        inputs = encode_choices(inputs, "predict")
+    return rows, _map_tokenization(inputs, "predict", data)
 
 
 def _dataset_names(options: DataOptions) -> str:
@@ -299,10 +302,11 @@ def _drop_unlabelled_test_rows(rows: DatasetDict, data: PreparedData) -> Dataset
     return rows
 
 
-def _tokenize_function(options: DataOptions, data: PreparedData) -> partial:
+def _tokenize_function(data: PreparedData) -> partial:
     """Return the tokenization of the task with all its settings: a function from a batch of rows (a
     list per role) to samples (a list per column).
     """
+    options = data.options
     # Only some tasks have these options: other tokenizations have no such argument.
     task_options = {
         "prefix": options.source_prefix,
@@ -319,14 +323,14 @@ def _tokenize_function(options: DataOptions, data: PreparedData) -> partial:
     )
 
 
-def _tokenize_split(rows: Dataset, split: str, options: DataOptions, data: PreparedData) -> Dataset:
+def _tokenize_split(rows: Dataset, split: str, data: PreparedData) -> Dataset:
     """Tokenize the rows of one split, and drop samples without tokens. If `block_size` is set, the
     samples are concatenated and split into blocks.
     """
-    samples = _map_tokenization(rows, split, options, data)
-    side = data.tokenizer.truncation_side
+    options = data.options
+    samples = _map_tokenization(rows, split, data)
     name = "train, read ahead" if options.streaming and split == "train" else split
-    data.notes += _notes_on_samples(samples, name, options, side)
+    data.notes += _notes_on_samples(samples, name, data)
     if "weight" in samples.column_names:
         weights = np.asarray(samples["weight"][:])
         data.notes.append(
@@ -359,11 +363,9 @@ def _tokenize_split(rows: Dataset, split: str, options: DataOptions, data: Prepa
     return samples
 
 
-def _map_tokenization(
-    rows: Dataset, split: str, options: DataOptions, data: PreparedData
-) -> Dataset:
+def _map_tokenization(rows: Dataset, split: str, data: PreparedData) -> Dataset:
     """Tokenize all rows of a split, or load them from the cache of `datasets`."""
-    tokenize = _tokenize_function(options, data)
+    tokenize = _tokenize_function(data)
     # The cache needs an explicit key: that of `datasets` is made of the pickled tokenizer, which
     # changes when the tokenizer is used.
     settings = [value for name, value in tokenize.keywords.items() if name != "tokenizer"]
@@ -385,9 +387,7 @@ def _map_tokenization(
         )
 
 
-def _notes_on_samples(
-    samples: Dataset, name: str, options: DataOptions, truncation_side: str
-) -> list[str]:
+def _notes_on_samples(samples: Dataset, name: str, data: PreparedData) -> list[str]:
     """Return lines for the log on how many rows of a split are truncated, skipped, without a
     target, without an answer, or rendered incompletely by a chat template; only counts above 0.
     """
@@ -398,10 +398,11 @@ def _notes_on_samples(
     if "window_index" in samples.column_names:
         is_first_window = np.asarray(samples["window_index"][:]) == 0
     num_rows = is_first_window.sum()
-    from_left = " from the left" if truncation_side == "left" else ""
+    max_length = data.options.max_length
+    from_left = " from the left" if data.tokenizer.truncation_side == "left" else ""
     lacks_target = (num_targets == 0) & (lengths > 0)
     counts = {
-        f"truncated to {options.max_length} tokens{from_left}": sum(samples["was_truncated"][:]),
+        f"truncated to {max_length} tokens{from_left}": sum(samples["was_truncated"][:]),
         "skipped because they are empty or null": (lengths == 0).sum(),
         "without a target (they do not contribute to the loss)": lacks_target.sum(),
     }
@@ -418,7 +419,7 @@ def _notes_on_samples(
     ]
     if len(samples) > num_rows:
         lines.append(
-            f"{name}: {len(samples):,} windows of at most {options.max_length} tokens for "
+            f"{name}: {len(samples):,} windows of at most {max_length} tokens for "
             f"{num_rows:,} questions; a window without the answer is trained as unanswerable"
         )
     return lines

@@ -107,9 +107,7 @@ def load_rows(
 
 def first_rows(rows: Dataset, count: int | None) -> Dataset:
     """Return the first `count` rows of a split, or all if there are fewer or `count` is None."""
-    if count is None:
-        return rows
-    return rows.take(min(count, len(rows)))
+    return rows.select(range(len(rows))[:count])
 
 
 def _read_stream(stream: IterableDataset, count: int | None, options: DataOptions) -> Dataset:

@@ -3,7 +3,7 @@ trial of the loss.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -372,28 +372,23 @@ def chosen_loss(setup: Setup) -> dict[str, Any]:
     """
     if setup.data.task.labels == "pairs":
         return {"whole_batch": window_loss(setup.config, setup.data)}
-    return {"loss_fn": chosen_loss_fn(setup.config, setup.class_weights)}
+    return {"loss_fn": chosen_loss_fn(setup)}
 
 
-def chosen_loss_fn(
-    config: FinetuneConfig,
-    class_weights: Mapping[str, float] | None = None,
-    *,
-    is_smoothed: bool = True,
-) -> LossFunction | None:
+def chosen_loss_fn(setup: Setup, *, is_smoothed: bool = True) -> LossFunction | None:
     """Return a cross entropy with the class weights, row weights and label smoothing of a run, or
     None for the model's own loss.
 
     Args:
-        config: The configuration of the run.
-        class_weights: Class name -> weight, in the order of the class ids. None: all are equal.
+        setup: The setup of the run.
         is_smoothed: Whether to use the flag `label_smoothing_factor`: in training, not in
             evaluations.
     """
+    config = setup.config
     label_smoothing = config.label_smoothing_factor if is_smoothed else 0.0
-    if not (class_weights or label_smoothing or config.weight_column is not None):
+    weights = tuple(setup.class_weights.values()) or None
+    if not (weights or label_smoothing or config.weight_column is not None):
         return None
-    weights = tuple(class_weights.values()) if class_weights else None
     return WeightedCrossEntropy(label_smoothing, config.task == "causal-lm", weights)
 
 
@@ -408,7 +403,7 @@ def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") ->
 
     Returns:
         The loss and the other metrics, named `eval_...` for the validation split, else
-        `<split>_...`.
+        `<split>_...`; of a loss that is a mean over tokens, also `perplexity` = exp(loss).
     """
     data = setup.data
     make_windows = partial(
@@ -425,10 +420,12 @@ def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") ->
         found = evaluate_embeddings(setup, model, make_windows(), split)
     else:
         reader = make_reader(setup, model, split)
-        loss_fn = chosen_loss_fn(setup.config, setup.class_weights, is_smoothed=False)
+        loss_fn = chosen_loss_fn(setup, is_smoothed=False)
         found = evaluate_samples(
             setup.accelerator, model, make_windows, loss_fn=loss_fn, reader=reader
         )
+        if not data.task.metrics:
+            found["perplexity"] = math.exp(min(found["loss"], 700.0))  # larger ones overflow
     results = {prefix + name.removeprefix("eval_"): value for name, value in found.items()}
     if setup.on_evaluate is not None:
         with torch.no_grad(), restored_modes(model):

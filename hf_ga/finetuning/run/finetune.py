@@ -146,7 +146,7 @@ def _prepare_and_print(
     with main_process_first(accelerator):
         setup = prepare_setup(config, accelerator, **functions)
         if config.predict_file is not None:
-            setup.unlabelled = prepare_unlabelled(config, setup.data, config.predict_file)
+            setup.unlabelled = prepare_unlabelled(setup.data)
     check_agreement(accelerator, "data", _hash_of_samples(setup.data))
     print_fact(accelerator, "data", setup.data.description, *setup.data.notes)
     for lines in sample_lines(setup.data, config.show_samples):

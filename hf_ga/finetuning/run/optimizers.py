@@ -19,8 +19,6 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 ADAM = ("adamw", "adam", "nadam", "radam")
 # Optimizers with a fused kernel on CPU and GPU that supports FSDP2's shards (SGD's does not).
 FUSED = ("adamw", "adam")
-# Devices with fused kernels. Under FSDP2, a parameter on the meta device will be on one of them.
-FUSED_DEVICES = ("cpu", "cuda", "meta")
 # Schedules of `transformers.get_scheduler` whose only arguments are the numbers of warmup steps and
 # of training steps.
 SCHEDULES = (
@@ -41,7 +39,7 @@ def build_optimizer(
     groups: matrices with weight decay; vectors, which are norms' weights and all biases, without.
 
     A parameter shared by two modules (tied embeddings) is optimized once. AdamW and Adam use their
-    fused kernels where the device of the parameters has them.
+    fused kernels.
 
     Args:
         model: The model. Parameters with `requires_grad=False` are excluded.
@@ -58,9 +56,6 @@ def build_optimizer(
         {"params": vectors, "weight_decay": 0.0},
     ]
     not_empty = [group for group in groups if group["params"]]
-    supports_fused = all(
-        p.device.type in FUSED_DEVICES and p.is_floating_point() for p in trainable
-    )
-    if name in FUSED and supports_fused:
+    if name in FUSED:
         settings["fused"] = True
     return OPTIMIZERS[name](not_empty, lr=learning_rate, **settings)

@@ -223,8 +223,8 @@ def test_strings_without_a_template_stand_as_they_are():
     tokenizer = letter_tokenizer()
     rows = {"prompt": ["a b", ""], "completion": [" c", "d"]}
     assert list(render_rows(rows, tokenizer)) == [
-        RenderedRow("a b c", [(3, 5)], is_templated=False),
-        RenderedRow("d", [(0, 1)], is_templated=False),
+        RenderedRow("a b c", [(3, 5)]),
+        RenderedRow("d", [(0, 1)]),
     ]
     rows = {"instruction": ["a", "a", "a"], "input": ["b", "", None], "output": ["c"] * 3}
     assert targets(rows, tokenizer) == [

@@ -179,6 +179,6 @@ def test_tokenizer_special_tokens(tokenizer):
 
 
 def test_library_without_sources_is_refused(monkeypatch):
-    monkeypatch.setattr(corpus, "stdlib_rows", lambda: iter(()))
+    monkeypatch.setattr(corpus, "stdlib_rows", lambda folder: iter(()))
     with pytest.raises(DataError, match="lack the sources"):
         corpus.load_stdlib.__wrapped__()

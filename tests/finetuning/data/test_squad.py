@@ -133,7 +133,8 @@ def test_questions_without_answers(tmp_path):
         prepare_data(config(file, validation_file=good), letter_tokenizer(**CLASSES))
     options = config(good, validation_file=good)
     data = prepare_data(options, letter_tokenizer(**CLASSES))
-    rows, _, samples = prepare_unlabelled(options, data, file)
+    options.predict_file = file
+    rows, samples = prepare_unlabelled(data)
     assert [row["id"] for row in rows] == ["0", "1"]
     assert len(samples) == 2
     articles[0]["paragraphs"][0]["qas"][0]["answers"] = [{"text": "d"}]

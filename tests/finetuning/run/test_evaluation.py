@@ -96,7 +96,6 @@ def test_loss_is_the_mean_over_all_targets(head):
         results = evaluated(model, samples, batch_size)
         assert results["num_targets"] == count
         assert results["loss"] == pytest.approx(total / count, rel=1e-6)
-        assert results["perplexity"] == pytest.approx(np.exp(total / count), rel=1e-5)
     assert head != "gpt2" or abs(mean_of_means(model, samples, 7) * count / total - 1) > 1e-4
 
 
@@ -216,11 +215,8 @@ def measured(accelerator, name):
     loss_fn = helpers.weighted_token_loss if name == "own loss" else None
     reader = logits_reader(metrics) if metrics else None
     if name == "own metrics":
-        data = SimpleNamespace(task=SimpleNamespace(metrics=("f1",)))
         own = {"compute_metrics": weighted_by_place, "preprocess_logits_for_metrics": None}
-        reader = user_metrics_reader(
-            SimpleNamespace(config=FinetuneConfig(), data=data, **own), model
-        )
+        reader = user_metrics_reader(SimpleNamespace(config=FinetuneConfig(), **own), model)
     return evaluated(accelerator.prepare(model), samples, 7, reader, accelerator, loss_fn)
 
 
@@ -238,4 +234,4 @@ def test_all_processes_get_the_very_same_numbers():
     alone = work()
     for name in CASES:
         assert repr(first[name]) == repr(second[name]) == repr(alone[name]), name
-        assert (len(alone[name]) >= 3 and alone[name]["num_targets"] > 0) or name == "no targets"
+        assert alone[name]["num_targets"] > 0 or name == "no targets"

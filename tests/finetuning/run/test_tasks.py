@@ -99,9 +99,7 @@ class Job:
         accelerator = self.accelerator
         window = self.windows[layout][self.which]
         model.zero_grad()
-        result = backward_window(
-            accelerator, model, window, loss_fn=chosen_loss_fn(self.run.config)
-        )
+        result = backward_window(accelerator, model, window, loss_fn=chosen_loss_fn(self.run))
         return result, h.gradients(model)
 
     def gradient64(self):
@@ -110,9 +108,7 @@ class Job:
         window = copy.copy(self.windows["16x1"][self.which])
         window.batches = [in_float64(self.whole)]
         model = self.plain(torch.float64)
-        backward_window(
-            Accelerator(cpu=True), model, window, loss_fn=chosen_loss_fn(self.run.config)
-        )
+        backward_window(Accelerator(cpu=True), model, window, loss_fn=chosen_loss_fn(self.run))
         return h.gradients(model)
 
     def mean_loss(self, model, batch):

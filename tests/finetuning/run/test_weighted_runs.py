@@ -101,7 +101,7 @@ class Weighted:
     def gradient(self, layout, which):
         run = self.run
         run.model.zero_grad()
-        loss_fn = chosen_loss_fn(run.config, run.class_weights)
+        loss_fn = chosen_loss_fn(run)
         window = self.windows[layout][which]
         result = backward_window(self.accelerator, run.model, window, loss_fn=loss_fn)
         return result, h.gradients(run.model)

@@ -22,14 +22,12 @@ class RenderedRow:
     Attributes:
         text: The text.
         targets: The characters [start, end) that the model learns to write, in order.
-        is_templated: Whether a chat template rendered the text, and so wrote all special tokens.
         notes: What the template omits, for the log. Each note is the end of a sentence that begins
             with a number of rows, such as "have names in their messages, which ...".
     """
 
     text: str
     targets: list[Span]
-    is_templated: bool
     notes: tuple[str, ...] = ()
 
 
@@ -64,7 +62,7 @@ def render_rows(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> It
         except (TemplateError, DataError, TypeError, ValueError) as error:
             cause = " ".join(str(error).split()).rstrip(".")
             raise DataError(f"{cause}. Fix or remove the row {row!r:.200}") from error
-        if rendered.is_templated:
+        if tokenizer.chat_template:
             _check_ending(rendered, special_tokens)
         yield rendered
 
@@ -89,7 +87,7 @@ def _concatenate_turns(conversation: Conversation) -> RenderedRow:
         if index in conversation.targets:
             targets.append((start, len(text)))
         separator = PARAGRAPH if message["role"] == "system" else conversation.separator
-    return RenderedRow(text, targets, is_templated=False)
+    return RenderedRow(text, targets)
 
 
 def _render_with_template(
@@ -99,7 +97,7 @@ def _render_with_template(
     and check that the template omits nothing that the model should learn.
     """
     if not conversation.messages:
-        return RenderedRow("", [], is_templated=True)
+        return RenderedRow("", [])
     if 0 in conversation.targets:
         raise DataError("the first turn is the assistant's: begin with a user or system turn")
     template = ChatTemplate(tokenizer, conversation.tools, conversation.template_options)
@@ -110,7 +108,7 @@ def _render_with_template(
     spans_of_targets = locate_targets(conversation, template, text)
     notes = check_targets(messages, template, text, spans_of_targets)
     targets = sorted(span for spans in spans_of_targets.values() for span in spans)
-    return RenderedRow(text, targets, is_templated=True, notes=notes)
+    return RenderedRow(text, targets, notes)
 
 
 def _check_ending(row: RenderedRow, special_tokens: tuple[str, ...]) -> None:

@@ -2,14 +2,13 @@
 is never a target.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_ga.finetuning.data.encoding.masking import mask_tokens
 from hf_ga.loading.batches import IGNORED_LABEL
 
 Samples = Sequence[dict[str, Any]]
@@ -96,43 +95,27 @@ def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
         and -100 at padding: the samples' own labels (of completions) or, without them, the token
         ids.
     """
-    batch = collate_ids(samples, pad_token_id)
-    labels = [sample.get("labels", sample["input_ids"]) for sample in samples]
-    return {**batch, "labels": pad(labels, IGNORED_LABEL)}
+    with_labels = [{"labels": sample["input_ids"], **sample} for sample in samples]
+    return collate_samples(with_labels, pad_token_id)
 
 
 def collate_masked(
-    samples: Samples,
-    pad_token_id: int,
-    special_ids: Sequence[int],
-    mask_token_id: int,
-    vocab_size: int,
-    probability: float,
+    samples: Samples, pad_token_id: int, mask: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor]:
-    """Collate token ids for a masked language model, and mask some of them by
-    `masking.mask_tokens`.
+    """Collate token ids for a masked language model, and mask some of them.
 
     Args:
         samples: The samples of the batch, with `mask_key` (see `masking.KeyedMasks`).
         pad_token_id: The id of the padding token.
-        special_ids: Token ids that are never a target.
-        mask_token_id: The id of the mask token.
-        vocab_size: Exclusive upper bound of random ids.
-        probability: The probability that a token that is not special is a target.
+        mask: `masking.mask_tokens` with its settings; padding is among its special ids.
 
     Returns:
         The entries of `collate_ids` with masked ids, and int64 `labels` of shape (samples,
         longest): the original ids of the targets, -100 elsewhere.
     """
     batch = collate_ids(samples, pad_token_id)
-    inputs, labels = mask_tokens(
-        batch["input_ids"],
-        torch.tensor([sample["mask_key"] for sample in samples]),
-        special_ids=[*special_ids, pad_token_id],  # so padding is never a target
-        mask_token_id=mask_token_id,
-        vocab_size=vocab_size,
-        probability=probability,
-    )
+    keys = torch.tensor([sample["mask_key"] for sample in samples])
+    inputs, labels = mask(batch["input_ids"], keys)
     return {**batch, "input_ids": inputs, "labels": labels}
 
 

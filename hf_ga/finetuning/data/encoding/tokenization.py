@@ -45,31 +45,33 @@ def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
         DataError: If a row cannot be rendered (see `render_rows`).
     """
     is_plain = "text" in rows
+    # A chat template writes special tokens itself.
+    is_templated = bool(tokenizer.chat_template) and not is_plain
     if is_plain:
-        rendered = [RenderedRow(text or "", [], is_templated=False) for text in rows["text"]]
+        rendered = [RenderedRow(text or "", []) for text in rows["text"]]
     else:
         check_fast(tokenizer)
         rendered = list(render_rows(rows, tokenizer))
     encoded = tokenizer(
         [row.text for row in rendered],
-        # A chat template writes special tokens itself.
-        add_special_tokens=not any(row.is_templated for row in rendered),
+        add_special_tokens=not is_templated,
         return_offsets_mapping=not is_plain,
         return_special_tokens_mask=True,
         verbose=False,
     )
-    eos = tokenizer.eos_token_id
     side = tokenizer.truncation_side
     full: list[list[int]] = []
     columns: Rows = {"input_ids": [], "labels": []}
     for i, row in enumerate(rendered):
         # An empty text has no tokens, not even special ones.
         ids = encoded["input_ids"][i] if row.text else []
-        if row.text and not row.is_templated:
+        if row.text and not is_templated:
             ids = _with_end(ids, tokenizer)
         labels = ids
         if not is_plain:
-            labels = _labels(row, ids, encoded["offset_mapping"][i], eos)
+            # The end token of a template is a target only within a turn.
+            end_id = None if is_templated else tokenizer.eos_token_id
+            labels = _labels(row, ids, encoded["offset_mapping"][i], end_id)
         num_prefix = _num_prefix_tokens(ids, encoded["special_tokens_mask"][i], tokenizer)
         for name, values in (("input_ids", ids), ("labels", labels)):
             columns[name].append(truncate(values, max_length, side, num_prefix))
@@ -85,16 +87,17 @@ def _labels(
     row: RenderedRow,
     ids: list[int],
     offsets: Sequence[tuple[int, int]],
-    eos: int | None,
+    end_id: int | None,
 ) -> list[int]:
-    """Return the ids of the tokens that a rendered row has as targets, and -100 elsewhere."""
+    """Return the ids of the tokens that a rendered row has as targets, and `end_id` if it is the
+    last one; -100 elsewhere.
+    """
     # An end token that was added has no offsets.
     starts, ends = _token_characters(offsets[: len(ids)])
     is_target = np.zeros(len(ids), bool)
     for start, end in row.targets:
         is_target[: len(starts)] |= (starts < end) & (ends > start) & (ends > starts)
-    if not row.is_templated:
-        is_target[-1:] |= ids[-1:] == [eos]
+    is_target[-1:] |= ids[-1:] == [end_id]
     return np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist()
 
 
@@ -445,9 +448,7 @@ def _num_prefix_tokens(
     """Count the special tokens at the beginning of a sample, which truncation must keep: those that
     the tokenizer added, or the begin-of-text token that a chat template wrote.
     """
-    num_added = len(special_tokens_mask)
-    if 0 in special_tokens_mask:
-        num_added = special_tokens_mask.index(0)
+    num_added = [*special_tokens_mask, 0].index(0)
     begins_with_bos = ids[:1] == [tokenizer.bos_token_id]
     return max(num_added, int(begins_with_bos))
 

@@ -31,7 +31,7 @@ MIN_ROWS_PER_LABEL = 100
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
+def stdlib_rows(folder: Path) -> Iterator[dict[str, str]]:
     """Yield the rows of the embedded corpus: one per docstring of the Python files below `folder`,
     always in the same order.
 
@@ -44,9 +44,8 @@ def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
     property's getter and setter): the split follows the name, so such rows stay together.
 
     Args:
-        folder: A folder of packages. None: the standard library of the running interpreter.
+        folder: A folder of packages, such as the standard library.
     """
-    folder = folder or Path(sysconfig.get_path("stdlib"))
     seen_texts = set()
     for path in _source_files(folder):
         try:
@@ -93,11 +92,12 @@ def load_stdlib() -> DatasetDict:
     >>> load_stdlib()["train"].column_names
     ['name', 'package', 'text']
     """
-    rows = list(stdlib_rows())
+    folder = sysconfig.get_path("stdlib")
+    rows = list(stdlib_rows(Path(folder)))
     splits = {split: [row for row in rows if split_of(row["name"]) == split] for split in SPLITS}
     if not all(splits.values()):
         raise DataError(
-            f"too few docstrings in {sysconfig.get_path('stdlib')} for three splits: "
+            f"too few docstrings in {folder} for three splits: "
             "this Python seems to lack the sources of its library. Use a Python with them, or "
             "another dataset."
         )

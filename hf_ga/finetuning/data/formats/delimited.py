@@ -6,13 +6,13 @@ part of the file was read (except of a stream).
 """
 
 from functools import partial
-from glob import escape
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, IterableDataset, Value, load_dataset
+from datasets import Dataset, Features, IterableDataset, Value
 
 from hf_ga.errors import DataError
 
@@ -49,39 +49,31 @@ def column_names(path: str, separator: str) -> list[str]:
     return list(pd.read_csv(path, sep=separator, nrows=0).columns)
 
 
-def load_delimited(path: str, *, streaming: bool) -> tuple[Dataset | IterableDataset, str | None]:
-    """Load the rows of a CSV or TSV file with all cells as strings (see `convert_columns`); an
-    empty cell is None.
+def builder_options(path: str) -> tuple[dict[str, Any], str | None]:
+    """Return the options with which `datasets` reads a CSV or TSV file with all cells as strings
+    (see `convert_columns`); an empty cell is None.
 
     Args:
         path: The file.
-        streaming: Read rows lazily.
 
     Returns:
-        (rows, a line for the log on the separator if it is not a comma)
+        (options, a line for the log on the separator if it is not a comma)
 
     Raises:
-        DataError: If the file has no rows, rows with more fields than its header, or texts that
-            look like several rows joined by an unclosed quote.
+        DataError: If the file has no rows, or rows with more fields than its header.
     """
     separator = detect_separator(path)
     _check_first_row(path, separator)
     features = Features({name: Value("string") for name in column_names(path, separator)})
-    rows = load_dataset(
-        "csv",
-        data_files=escape(path),  # `datasets` would read wildcards in a name as a pattern
-        split="train",
-        streaming=streaming,
-        features=features,
-        sep=separator,
-        keep_default_na=False,
-        na_values=[""],
-    )
-    if separator == "\t" and not streaming:
-        _check_quotes(path, rows)
+    options = {
+        "features": features,
+        "sep": separator,
+        "keep_default_na": False,
+        "na_values": [""],
+    }
     if separator == ",":
-        return rows, None
-    return rows, f"{Path(path).name}: columns separated by {SEPARATORS[separator]}"
+        return options, None
+    return options, f"{Path(path).name}: columns separated by {SEPARATORS[separator]}"
 
 
 def _check_first_row(path: str, separator: str) -> None:
@@ -98,9 +90,12 @@ def _check_first_row(path: str, separator: str) -> None:
         raise DataError(f"{path} has no rows.")
 
 
-def _check_quotes(path: str, rows: Dataset) -> None:
+def check_quotes(path: str, rows: Dataset) -> None:
     """Check that no cell of a TSV file looks like several rows joined by an unclosed quote: a text
     with a tab and a line break.
+
+    Raises:
+        DataError: If one does.
     """
     for name in rows.column_names:
         texts = rows.data.column(name)

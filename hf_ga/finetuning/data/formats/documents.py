@@ -13,7 +13,6 @@ import gzip
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -40,9 +39,6 @@ SPLIT_NAMES = {
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
 LARGEST_EXACT = 2**53  # the floats up to it include all whole numbers
 _DATE = re.compile(r'"\s*\d{4}-\d\d-\d\d')  # how the string of a date begins
-# With newer versions of `datasets`, the items of a column may have different types.
-_HAS_MIXED = "on_mixed_types" in signature(Dataset.from_dict).parameters
-_MIXED: dict[str, Any] = {"on_mixed_types": "use_json"} if _HAS_MIXED else {}
 
 
 def read_document(
@@ -91,7 +87,8 @@ def to_dataset(rows: Sequence[Row]) -> Dataset:
     """Make a dataset of rows, some of which may lack keys or have values of other types."""
     # Not `Dataset.from_list`, which takes the names of columns from the first row.
     names = dict.fromkeys(name for row in rows for name in row)
-    return Dataset.from_dict({name: [row.get(name) for row in rows] for name in names}, **_MIXED)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return Dataset.from_dict(columns, on_mixed_types="use_json")
 
 
 def open_json(path: str | Path) -> TextIO:

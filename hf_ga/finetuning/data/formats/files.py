@@ -17,11 +17,10 @@ from datasets import (
     load_dataset,
     load_dataset_builder,
 )
-from datasets.packaged_modules.json.json import JsonConfig
 from datasets.utils import logging
 
 from hf_ga.errors import DataError, HfGaError
-from hf_ga.finetuning.data.formats.delimited import convert_columns, load_delimited
+from hf_ga.finetuning.data.formats.delimited import builder_options, check_quotes, convert_columns
 from hf_ga.finetuning.data.formats.documents import read_document
 
 # Extension -> type of a file, which is the name of its builder in `datasets`.
@@ -38,14 +37,12 @@ FILE_TYPES = {
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Seed of mixed datasets. Not the run's seed, so that runs with different seeds have the same rows.
 MIX_SEED = 0
-# Type of a file -> options of its builder in `datasets`.
+# Type of a file -> options of its builder in `datasets`; those of CSV files depend on the file.
 BUILDER_OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"encoding": "utf-8-sig"},  # a byte order mark is not part of the first text
-    "json": {},
-}
-if hasattr(JsonConfig, "parse_agent_traces"):
     # Otherwise `datasets` would read conversations with certain columns as logs of agents.
-    BUILDER_OPTIONS["json"]["parse_agent_traces"] = False
+    "json": {"parse_agent_traces": False},
+}
 
 
 def is_file(name: str) -> bool:
@@ -203,23 +200,26 @@ def _load_file(
     """Load the rows of one file by split (None if it does not name splits), and return a line for
     the log on how it was read, or None.
     """
-    if file_type == "csv":
-        rows, note = load_delimited(path, streaming=streaming)
-        return {None: rows}, note
     document = None
     if file_type == "json":
         document = read_document(path, field, streaming=streaming)
     if document is not None:
         rows_by_split, note = document
         return to_streams(rows_by_split) if streaming else rows_by_split, note
+    note = None
+    options = BUILDER_OPTIONS.get(file_type, {})
+    if file_type == "csv":
+        options, note = builder_options(path)
     rows = load_dataset(
         file_type,
         data_files=escape(path),  # `datasets` would read wildcards as a pattern
         split="train",
         streaming=streaming,
-        **BUILDER_OPTIONS.get(file_type, {}),
+        **options,
     )
-    return {None: rows}, None
+    if options.get("sep") == "\t" and not streaming:
+        check_quotes(path, rows)
+    return {None: rows}, note
 
 
 def to_streams(splits: Mapping[Any, Dataset]) -> dict[Any, IterableDataset]:

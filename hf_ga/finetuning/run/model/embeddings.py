@@ -69,21 +69,15 @@ def check_embedding(setup: Setup) -> None:
     Raises:
         ConfigError: If a flag or a metric needs the other kind of rows (pairs with a score, or
             anchors with positives), one of `matryoshka_dims` is larger than the model's vectors,
-            the model is an encoder-decoder, or the user passes `preprocess_logits_for_metrics`.
+            or the user passes `preprocess_logits_for_metrics`.
     """
     config = setup.config
-    model_config = setup.model_config
     if setup.preprocess_logits_for_metrics is not None:
         raise ConfigError(
             "preprocess_logits_for_metrics is for logits, but the task embedding has vectors: omit "
             "it; compute_metrics gets the vectors of the whole split."
         )
-    if model_config.is_encoder_decoder:
-        raise ConfigError(
-            f"embeddings need an encoder or a decoder, but {model_config.model_type} has both: use "
-            "another model."
-        )
-    hidden_size = model_config.get_text_config().hidden_size
+    hidden_size = setup.model_config.get_text_config().hidden_size
     too_large = [dim for dim in config.matryoshka_dims or () if dim > hidden_size]
     if too_large:
         raise ConfigError(

@@ -2,7 +2,6 @@
 each checked by loading it again, the summary, and the plot of the curves.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +207,7 @@ def write_reports(folder: Path, summary: dict[str, Any]) -> None:
     Raises:
         CheckpointError: If a write fails.
     """
-    loss = summary.get("eval_loss", math.nan)  # missing if an earlier version has trained all steps
+    loss = summary["eval_loss"]
     title = (
         f"{summary['config']['task']}: validation loss {loss:.4f} after {summary['steps']} steps"
     )

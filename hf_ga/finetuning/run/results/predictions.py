@@ -54,7 +54,7 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
     """
     if setup.unlabelled is None:
         return
-    rows, _, samples = setup.unlabelled
+    rows, samples = setup.unlabelled
     # Also the windows of one question may be on several processes.
     found = dict(gather_object(_predict_samples(setup, model)))
     predictions = [found.get(i) for i in range(len(samples))]  # None: an empty row
@@ -76,7 +76,7 @@ def _predict_samples(setup: Setup, model: nn.Module) -> list[Predicted]:
     """
     accelerator = setup.accelerator
     backend = backend_for(accelerator)
-    _, _, samples = setup.unlabelled
+    _, samples = setup.unlabelled
     lengths = np.asarray(samples["length"][:])
     not_empty = np.flatnonzero(lengths)
     found: list[Predicted] = []
@@ -121,7 +121,7 @@ def _predict_batch(
     inputs = argument_filter(model)(batch)
     outputs = callable_module(model)(**inputs)
     if task == "question-answering":
-        _, _, samples = setup.unlabelled
+        _, samples = setup.unlabelled
         return read_spans(outputs, [samples[i] for i in indices])
     logits = outputs.logits.float().cpu()
     pairs = zip(logits, indices, strict=True)
@@ -156,8 +156,9 @@ def _tags_of_words(setup: Setup, logits: torch.Tensor, index: int) -> list[str |
     """Return the predicted tag of each word of a row of `predict_file` in token classification:
     that of the word's first token, or None if the word was truncated.
     """
-    _, rows_by_role, samples = setup.unlabelled
-    tags: list[str | None] = [None] * len(rows_by_role[index]["tokens"])
+    rows, samples = setup.unlabelled
+    words = rows[index][setup.data.columns["tokens"]]
+    tags: list[str | None] = [None] * len(words)
     for token, word in enumerate(samples[index]["label"]):
         if word >= 0:
             best = int(logits[token].argmax())

@@ -105,14 +105,14 @@ def describe_world_change(path: Path, step: int, num_processes: int) -> str | No
         num_processes: The number of processes now.
 
     Returns:
-        The line, or None if the number is the same, or unknown.
+        The line, or None if the number is the same, or no window was trained yet.
 
     Example:
         describe_world_change(path, 8, 1)
         # '2 -> 1 processes after step 11: same updates, resumed at step 8, 3 steps computed again'
     """
     lines = read_metrics(path) if path.exists() else []
-    if not lines or lines[-1].get("num_processes") in (None, num_processes):
+    if not lines or lines[-1]["num_processes"] == num_processes:
         return None
     last = lines[-1]
     num_lost = max(0, last["step"] - step)
@@ -153,11 +153,11 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
         loss_axes.plot(
             evaluated["step"], evaluated["eval_loss"], "o-", color="tab:orange", label="validation"
         )
-    for before, after in pairwise(trained.dropna(subset="num_processes").itertuples()):
+    for before, after in pairwise(trained.itertuples()):
         if before.num_processes != after.num_processes:
             between = (before.step + after.step) / 2
             loss_axes.axvline(between, color="tab:red", linestyle=":")
-            text = f"{before.num_processes:g} -> {after.num_processes:g} processes"
+            text = f"{before.num_processes} -> {after.num_processes} processes"
             loss_axes.annotate(text, (between, 1), xycoords=("data", "axes fraction"))
     rate_axes.plot(steps, trained["learning_rate"], color="tab:gray")
     loss_axes.set(title=title, ylabel="loss (nats per target)")

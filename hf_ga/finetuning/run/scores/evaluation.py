@@ -6,7 +6,6 @@ are gathered on every process, sorted by sample, and only then summed, so it mak
 which process computed them.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,12 +51,10 @@ class Reader:
             all samples of the split, in the order of the split.
         read: A function (outputs of the model, batch on the device, micro-batch on the CPU) ->
             an entry for each sample of the micro-batch, such as (prediction, reference).
-        predicts_tokens: Whether the loss is a mean over tokens, so that it has a perplexity.
     """
 
     compute: Callable[[list[Any]], dict[str, float]]
     read: Callable[[Any, dict[str, Any], MicroBatch], Sequence[Any]]
-    predicts_tokens: bool = False
 
 
 def evaluation_windows(
@@ -168,8 +165,7 @@ def evaluate_samples(
 
     Returns:
         `loss` (the mean over all targets of the split, summed in float64), `num_targets`, and the
-        metrics (NaN if there is nothing to compare); if the loss is a mean over tokens, also
-        `perplexity` = exp(loss).
+        metrics (NaN if there is nothing to compare).
 
     Raises:
         LossNotAdditive: If the loss is not a sum of means.
@@ -198,9 +194,6 @@ def evaluate_samples(
     gathered = sorted(gather_object(local_results), key=lambda result: result[0][0])
     mean, num_targets = mean_of_parts([parts for _, parts, _ in gathered])
     results = {"loss": mean, "num_targets": num_targets}
-    if reader is None or reader.predicts_tokens:
-        # Larger losses would overflow.
-        results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if reader is not None:
         samples: list[tuple[int, Any]] = []
         for positions, _, entries in gathered:

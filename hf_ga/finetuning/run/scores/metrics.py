@@ -50,11 +50,6 @@ class _Scores(evaluate.Metric):
         }
 
 
-def _accuracy(references: list[Any], predictions: list[Any]) -> float:
-    """Compute the metric accuracy of an evaluation: the fraction of correct labels."""
-    return sklearn.metrics.accuracy_score(np.asarray(references), np.asarray(predictions))
-
-
 def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> float:
     """Compute the metric `micro_f1` of an evaluation of multi-label classification: the F1 score,
     micro-averaged over all samples and labels.
@@ -62,13 +57,13 @@ def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> floa
     return sklearn.metrics.f1_score(np.ravel(references), np.ravel(predictions), zero_division=0)
 
 
-def _pearson(references: list[float], predictions: list[float]) -> float:
+def pearson(references: Sequence[float], predictions: Sequence[float]) -> float:
     """Compute the metric `pearson` of an evaluation of a regression: Pearson's correlation of
     predictions and true values; 0 if either are constant, for which it is not defined.
     """
     if not np.ptp(references) or not np.ptp(predictions):
         return 0.0
-    return np.corrcoef(references, predictions)[0, 1]
+    return float(np.corrcoef(references, predictions)[0, 1])
 
 
 def answer_words(answer: str) -> list[str]:
@@ -135,12 +130,12 @@ def _mean_rouge(variant: str, references: list[str], predictions: list[str]) -> 
 
 # Metrics of classes, sets of classes and numbers, as `readers.read_logits` returns them.
 METRICS: dict[str, Score] = {
-    "accuracy": _accuracy,
+    "accuracy": sklearn.metrics.accuracy_score,
     "f1": partial(sklearn.metrics.f1_score, average="macro", zero_division=0),
-    "exact_match": _accuracy,
+    "exact_match": sklearn.metrics.accuracy_score,
     "micro_f1": _micro_f1,
     "mae": sklearn.metrics.mean_absolute_error,
-    "pearson": _pearson,
+    "pearson": pearson,
 }
 # Metrics of named entities: accuracy of tags such as B-PER, I-PER and O, F1 of whole entities. A
 # prediction is the list of a text's tags.

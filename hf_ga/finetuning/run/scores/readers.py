@@ -60,7 +60,7 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
         return Reader(partial(answer_metrics, *columns), partial(_read_answers, dataset))
     if setup.config.predict_with_generate:
         read = partial(_read_generated, setup, model, dataset)
-        return Reader(partial(compute, TEXT_METRICS), read, predicts_tokens=True)
+        return Reader(partial(compute, TEXT_METRICS), read)
     if not setup.data.task.metrics:
         return None
     return logits_reader(setup.data.task.metrics)
@@ -186,11 +186,7 @@ def user_metrics_reader(setup: Setup, model: nn.Module) -> Reader:
         """Join the predictions and labels of all samples, and call `compute_metrics`."""
         return compute_user_metrics(setup, EvalPrediction(*_join_samples(samples)))
 
-    return Reader(
-        compute=compute_of_split,
-        read=partial(_read_for_user, setup, model),
-        predicts_tokens=not setup.data.task.metrics,
-    )
+    return Reader(compute=compute_of_split, read=partial(_read_for_user, setup, model))
 
 
 def _read_for_user(

@@ -1,5 +1,5 @@
 """Metrics of text embeddings: retrieval metrics, computed by pytrec_eval (TREC's measures), and
-Spearman's rank correlation, computed by scipy.
+Spearman's rank correlation.
 """
 
 from collections import defaultdict
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_ga.finetuning.data.encoding.pairs import NO_TEXT
+from hf_ga.finetuning.run.scores.metrics import pearson
 
 NUM_RETRIEVED = 10
 # Number of queries whose similarities to all documents are computed at once.
@@ -101,7 +102,4 @@ def spearman(first: Tensor, second: Tensor, scores: Tensor) -> float:
         The correlation; 0 if the similarities or the scores are constant.
     """
     similarities = (first * second).sum(-1).double().cpu().numpy()
-    if not np.ptp(similarities) or not np.ptp(scores.numpy()):
-        return 0.0
-    correlation = scipy.stats.spearmanr(similarities, scores.numpy())
-    return float(correlation.statistic)
+    return pearson(scipy.stats.rankdata(similarities), scipy.stats.rankdata(scores.numpy()))
