@@ -409,18 +409,32 @@ def _proportional_to(readings: Sequence[Reading]) -> set[str]:
     if readings[0].term.is_shape_divisor or not _grows(readings):
         return possible
     with_targets = [reading for reading in readings if not is_empty(reading)]
-    ratios = [r.divisor / n for r in with_targets for n in (r.count, r.num_nonzero) if n]
-    of_one_target = max(ratios, default=math.inf)
     raised = [reading.divisor for reading in readings if is_empty(reading)]
     # To that of one target (`clamp(min=1)`), or to a constant below it (`k + eps`).
     is_constant = _have_one_ratio([(divisor, 1.0) for divisor in raised])
-    if not is_constant or max(raised, default=0.0) > of_one_target * (1 + RELATIVE_ROUNDING):
+    limit = _raised_at_most(with_targets) * (1 + RELATIVE_ROUNDING)
+    if not is_constant or max(raised, default=0.0) > limit:
         return possible
     if _follows([(reading.divisor, reading.count) for reading in with_targets]):
         possible.add(BY_TARGETS)
     if _follows([(reading.divisor, reading.num_nonzero) for reading in with_targets]):
         possible.add(BY_NONZERO)
     return possible
+
+
+def _raised_at_most(readings: Sequence[Reading]) -> float:
+    """Return the largest number to which a divisor of no targets can be raised: what one target
+    counts, as far as the micro-batches with targets tell.
+    """
+    smallest = min((reading.divisor for reading in readings), default=math.inf)
+    numbers = [r.count if r.num_nonzero is None else r.num_nonzero for r in readings]
+    if not all(number is not None and float(number).is_integer() for number in numbers):
+        return smallest
+    # A target may have several elements (`mask.sum().clamp(min=1) * dims`), all of which count.
+    elements = math.gcd(*map(int, numbers))
+    ratios = [r.divisor * elements / n for r, n in zip(readings, numbers, strict=True)]
+    ratios += [r.divisor / r.count for r in readings if r.count]  # of weights that add up to 1
+    return min(smallest, max(ratios, default=math.inf))
 
 
 def _is_number(reading: Reading) -> bool:
