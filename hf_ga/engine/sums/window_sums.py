@@ -39,6 +39,8 @@ class WindowSums:
         part: The sum of the parts of a loss of the whole window.
         has_parts: Whether micro-batches add such parts (see `add_part`).
         num_micro_batches: About how many micro-batches the window has on all ranks.
+        is_full_batch: Whether a single micro-batch is the whole window, so that its backward may
+            divide: code of the model's own (hooks that clip) then gets what plain torch gives it.
         is_reached_anywhere: For each parameter, whether it has a gradient on any rank. The owner
             sets it at the window's end.
     """
@@ -47,6 +49,7 @@ class WindowSums:
         """Make the sums for these parameters."""
         self.backend = backend
         self.num_micro_batches = 1
+        self.is_full_batch = False
         self._parameters = parameters
         self._first_exponent: int | None = None  # of shards' scale in the first window
 
@@ -252,9 +255,11 @@ class WindowSums:
     ) -> list[float | Tensor]:
         """Return what each term's undivided gradient is multiplied by in a group's buffer."""
         group = self.groups[index]
-        if not self._scales[index]:
-            self._scales[index] = self._power_of_two_near(group, divisors)
-        scale = self._scales[index]
+        if self.is_full_batch:
+            scale = _raised_from_zero(divisors.get(group.keys[0], 0.0))
+        else:
+            self._scales[index] = self._scales[index] or self._power_of_two_near(group, divisors)
+            scale = self._scales[index]
         scales: list[float | Tensor] = []
         for reading in readings:
             if reading.key in group.keys:
@@ -468,7 +473,8 @@ class WindowSums:
         averages_over = self.backend.averages_over
         groups = self.groups or []
         for index, (group, buffer) in enumerate(zip(groups, self._buffers, strict=True)):
-            factor = self._scales[index] / group.total if group.total else 0.0
+            scale = group.total if self.is_full_batch else self._scales[index]
+            factor = scale / group.total if group.total else 0.0
             _add_scaled(result, buffer, factor * averages_over)
             self._scales[index] = group.total / averages_over
         _add_scaled(result, self._parts, averages_over)
@@ -501,6 +507,13 @@ def _add_scaled(result: Gradients, buffer: Gradients, factor: float) -> None:
     torch._foreach_mul_(gradients, factor)
     for index, gradient in zip(reached, gradients, strict=True):
         result[index] = gradient if result[index] is None else result[index] + gradient
+
+
+def _raised_from_zero(divisor: float | Tensor) -> float | Tensor:
+    """Return a divisor, or 1 in place of 0; one on an accelerator is not read."""
+    if isinstance(divisor, Tensor):
+        return torch.where(divisor == 0, 1.0, divisor)
+    return divisor or 1.0
 
 
 def _exponent(divisor: float) -> int:
