@@ -2278,6 +2278,28 @@ def test_what_forwards_leave_is_accepted_by_hand(batch_size, reads):
     assert (by_hand(Accelerator, batch_size, build=build) - expected).norm() < CLOSE * learnt
 
 
+class Shifted(nn.Sequential):
+    def __init__(self):
+        super().__init__(*classifier())
+        self.register_buffer("shift", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.shift)
+
+
+@pytest.mark.parametrize("batch_size", [2, 1])
+def test_a_buffer_that_the_loop_changes_is_refused_by_hand(batch_size):
+    """Of one sample a batch, the rehearsed one comes last."""
+
+    def body(model, x, y, values):
+        loss = plain(model, x, y, values)
+        model.shift.lerp_(x.mean(0), 0.1)
+        return loss
+
+    with pytest.raises(LossNotAdditive, match="state that the loop keeps"):
+        by_hand(Accelerator, batch_size, body, Shifted)
+
+
 def term_of_the_second_half(model, x, y, values):
     loss = F.mse_loss(model(x), values)
     return loss + F.cross_entropy(model(x), y) if x[0, 0] > X[:WINDOW, 0].median() else loss
