@@ -574,6 +574,7 @@ class WindowEngine:
         for key, function in choices & rehearsal.choices:
             raise chosen_among_samples(names[key], function)
         rehearsal.widths_now = widths
+        rehearsal.num_samples_now = len(positions)
         same = rehearsal.same_term(footprints, data_readings, self.num_adds)
         if same is not None and not self.gradient.same_terms.are_two(*same):
             self.gradient.same_terms.join(*same)

@@ -2278,6 +2278,18 @@ def test_what_forwards_leave_is_accepted_by_hand(batch_size, reads):
     assert (by_hand(Accelerator, batch_size, build=build) - expected).norm() < CLOSE * learnt
 
 
+def test_a_loss_that_is_nan_for_a_sample_alone_is_refused_by_hand():
+    """NaN is neither larger nor smaller than its gradient among others."""
+
+    def body(model, x, y, values):
+        advantages = values[:, 0] - values[:, 0].mean()
+        variance = advantages.pow(2).sum() / (len(x) - 1)
+        return (advantages / variance.sqrt() * losses(model, x, y)).mean()
+
+    with pytest.raises(LossNotAdditive, match="statistics or mixtures over the batch"):
+        by_hand(Accelerator, 1, body)
+
+
 class Shifted(nn.Sequential):
     def __init__(self):
         super().__init__(*classifier())
