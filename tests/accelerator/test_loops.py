@@ -737,11 +737,17 @@ def test_backward_code_that_depends_on_the_split_is_refused(change, words, batch
         Loop(plain, lambda: WithBackwardCode(change, kind)).run(Accelerator, batch_size)
 
 
+def two_proportions(model, x, y, values):
+    of_some = over(lambda chosen: chosen.sum().clamp(min=1))
+    return cross_entropy(model, x, y) + of_some(model, x, y, values)
+
+
 @pytest.mark.parametrize("kind", CHANGED_BY)
 @pytest.mark.parametrize("change", [normalised, clamped], ids=["norm", "clamp"])
-def test_backward_code_that_is_not_linear_is_right_on_the_full_batch(change, kind):
-    """It gets the gradient of the mean, not of the sum."""
-    loop = Loop(plain, lambda: WithBackwardCode(change, kind))
+@pytest.mark.parametrize("body", [distillation, two_proportions])
+def test_backward_code_that_is_not_linear_is_right_on_the_full_batch(body, change, kind):
+    """It gets the gradient of the mean, not of the sum, and that of all terms at once."""
+    loop = Loop(body, lambda: WithBackwardCode(change, kind))
     assert loop.error(Accelerator, WINDOW) < CLOSE
 
 

@@ -146,6 +146,10 @@ class WindowSums:
             for index, group in enumerate(self.groups)
             if not divisors.keys().isdisjoint(group.keys) or (index == 0 and has_penalties)
         ]
+        if self.is_full_batch:
+            scales = _full_batch_scales(readings, divisors)
+            self._backward_into(0, loss, readings, scales, retain_graph, sync)
+            used = []
         for index in used:
             scales = self._scales_of(index, readings, divisors)
             is_kept = retain_graph or index != used[-1]
@@ -255,11 +259,9 @@ class WindowSums:
     ) -> list[float | Tensor]:
         """Return what each term's undivided gradient is multiplied by in a group's buffer."""
         group = self.groups[index]
-        if self.is_full_batch:
-            scale = _raised_from_zero(divisors.get(group.keys[0], 0.0))
-        else:
-            self._scales[index] = self._scales[index] or self._power_of_two_near(group, divisors)
-            scale = self._scales[index]
+        if not self._scales[index]:
+            self._scales[index] = self._power_of_two_near(group, divisors)
+        scale = self._scales[index]
         scales: list[float | Tensor] = []
         for reading in readings:
             if reading.key in group.keys:
@@ -473,8 +475,9 @@ class WindowSums:
         averages_over = self.backend.averages_over
         groups = self.groups or []
         for index, (group, buffer) in enumerate(zip(groups, self._buffers, strict=True)):
-            scale = group.total if self.is_full_batch else self._scales[index]
-            factor = scale / group.total if group.total else 0.0
+            factor = self._scales[index] / group.total if group.total else 0.0
+            if self.is_full_batch:  # the backward has divided
+                factor = 1.0
             _add_scaled(result, buffer, factor * averages_over)
             self._scales[index] = group.total / averages_over
         _add_scaled(result, self._parts, averages_over)
@@ -509,11 +512,26 @@ def _add_scaled(result: Gradients, buffer: Gradients, factor: float) -> None:
         result[index] = gradient if result[index] is None else result[index] + gradient
 
 
-def _raised_from_zero(divisor: float | Tensor) -> float | Tensor:
-    """Return a divisor, or 1 in place of 0; one on an accelerator is not read."""
+def _full_batch_scales(
+    readings: Sequence[Reading], divisors: Mapping[TermKey, float | Tensor]
+) -> list[float | Tensor]:
+    """Return what each term's undivided gradient is multiplied by to be that of the mean, 0 for
+    terms without targets, and for a penalty in a window without any.
+    """
+    scales: list[float | Tensor] = []
+    for reading in readings:
+        if reading.key in divisors:
+            scales.append(_reciprocal(divisors[reading.key]))
+        else:
+            scales.append(float(any(divisors.values())))  # on the host, beside a penalty
+    return scales
+
+
+def _reciprocal(divisor: float | Tensor) -> float | Tensor:
+    """Return 1 / divisor, 0 for 0; one on an accelerator is not read."""
     if isinstance(divisor, Tensor):
-        return torch.where(divisor == 0, 1.0, divisor)
-    return divisor or 1.0
+        return torch.where(divisor == 0, 0.0, 1.0 / divisor)
+    return 1.0 / divisor if divisor else 0.0
 
 
 def _exponent(divisor: float) -> int:
