@@ -146,7 +146,7 @@ class WindowSums:
             for index, group in enumerate(self.groups)
             if not divisors.keys().isdisjoint(group.keys) or (index == 0 and has_penalties)
         ]
-        if self.is_full_batch:
+        if self.is_full_batch and used:
             scales = _full_batch_scales(readings, divisors)
             self._backward_into(0, loss, readings, scales, retain_graph, sync)
             used = []
