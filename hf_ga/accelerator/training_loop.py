@@ -219,6 +219,7 @@ class TrainingLoop:
         self._slots = slots
         self._window = whole
         self._begin_engine(is_rehearsed=True, goes_on=True, keeps_rehearsal=True)
+        self.engine.count_experts(self._slots, whole.request)
         for index, slot in enumerate(self._slots):
             yield self._open(slot, index, True), True
             self.complete()

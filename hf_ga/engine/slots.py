@@ -189,11 +189,12 @@ def slots_like(slots: Sequence[Slot], leading: Window, window: Window) -> list[S
 
 def slots_in_other_company(window: Window, number: int) -> list[Slot]:
     """Split a window into this many iterations, which take its samples in turn, the last one first:
-    with a single iteration, a sample has another place than in the loader's batch, too.
+    with a single iteration, a sample has another place than in the loader's batch, too. The first
+    sample is in the last one, so that it comes after forwards that may leave something in a model.
     """
     planned = window.request.micro_batches
     own = np.concatenate(planned)[::-1] if len(planned) else np.empty(0, np.int64)
-    parts = [own[start::number] for start in range(number)]
+    parts = [own[start::number] for start in reversed(range(number))]
     parts = [part for part in parts if len(part)]
     slots = [Slot(micro_batch) for micro_batch in window.split(parts).micro_batches]
     return _with_fillers(slots, window, number)

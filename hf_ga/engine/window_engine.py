@@ -135,6 +135,7 @@ class WindowEngine:
         self._router: WindowRouter | None = None  # of models with a balancing loss
         self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
         self._goes_on = False
+        self._follows_rehearsal = False  # by hand: each micro-batch of the current window
         self._state: LoaderState | None = None
         self._modes: tuple[tuple[bool, ...], ...] | None = None  # of modules, at the last rehearsal
         self._tries_padding = False
@@ -235,6 +236,7 @@ class WindowEngine:
         if not goes_on:
             self._buffers_before = [snapshot_state(model) for model in self._all_models]
         self._goes_on = goes_on
+        self._follows_rehearsal = keeps_rehearsal
         if state is not self._state:  # another loader, whose samples may be of other widths
             self._terms_in_two_widths = set()
         self._state = state
@@ -258,6 +260,9 @@ class WindowEngine:
             self.gradient.begin(chunk_tree)
         backend = self.backend
         self.gradient.sums.num_micro_batches = num_slots * backend.num_processes
+        # Shards and same bits have an order of their own.
+        divides = is_full_batch and chunk_tree is None and not backend.is_sharded
+        self.gradient.sums.is_full_batch = divides
         for model in models:
             backend.begin(model)
             if isinstance(model, DistributedDataParallel):
@@ -410,10 +415,12 @@ class WindowEngine:
                     # Of trained models in a rehearsal, those attributes that forwards change.
                     is_watched = slot.is_rehearsal and model in self.models
                     stack.callback(snapshot_state(model, with_attributes=not is_watched))
-            if slot.is_rehearsal:
+            if slot.is_rehearsal or self._follows_rehearsal:
                 bare_models = [unwrapped(model) for model in self.models]
                 is_traced = any(is_compiled(model) for model in bare_models)
-                watching = self._state_check.watching(bare_models, with_others=not is_traced)
+                watching = self._state_check.watching(
+                    bare_models, with_others=not is_traced, restores=slot.is_rehearsal
+                )
                 stack.callback(lambda: self._weight_check.note_buffers(self._state_check.kept))
                 stack.enter_context(watching)
             stack.enter_context(without_cudnn_attention())
@@ -568,6 +575,7 @@ class WindowEngine:
         for key, function in choices & rehearsal.choices:
             raise chosen_among_samples(names[key], function)
         rehearsal.widths_now = widths
+        rehearsal.num_samples_now = len(positions)
         same = rehearsal.same_term(footprints, data_readings, self.num_adds)
         if same is not None and not self.gradient.same_terms.are_two(*same):
             self.gradient.same_terms.join(*same)

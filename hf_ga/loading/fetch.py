@@ -5,6 +5,7 @@ Random transforms and collate functions draw from generators that are seeded fro
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,8 @@ class Fetcher:
         self.collate_fn = collate_fn
         # Whether dataset and collate function gave the same batches twice, for the first window.
         self.is_repeatable = False
+        # Whether the collate function draws for several samples only. None until that is tried.
+        self._mixes_samples: bool | None = None
         # Which rows of a batch belong to which sample. None until that is first needed.
         self.entries: Entries | None = None
 
@@ -163,7 +166,23 @@ class Fetcher:
         samples = [self.samples(request, offsets) for offsets in request.micro_batches]
         states_before = random_states()
         batches = [as_batch(self.collate_fn(of_micro_batch)) for of_micro_batch in samples]
-        return None if moved_generators(states_before) else batches
+        if moved_generators(states_before):
+            return None
+        are_single = bool(samples) and all(len(of_micro_batch) == 1 for of_micro_batch in samples)
+        return None if are_single and self._mixes(request) else batches
+
+    def _mixes(self, request: WindowRequest) -> bool:
+        """Whether the collate function draws random numbers for two samples of a window: one that
+        permutes or mixes them draws none for a single one. Tried once.
+        """
+        offsets = self.offsets(request)[:2]
+        if self._mixes_samples is None and len(offsets) == 2:
+            samples = self.samples(request, offsets)
+            states_before = random_states()
+            with suppress(Exception):  # samples that cannot be collated together
+                self.collate_fn(samples)
+            self._mixes_samples = moved_generators(states_before)
+        return bool(self._mixes_samples)
 
     def _collate_window_and_split(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Collate the window into one batch, and take the rows of each micro-batch: all have one

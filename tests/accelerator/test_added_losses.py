@@ -12,15 +12,16 @@ from torch.utils.data import DataLoader
 import hf_ga
 
 NUM_SAMPLES = 8
+NUM_WINDOWS = 5  # of the same samples; the last ones are not rehearsed
 WIDTH = 7
 Batch = dict[str, Tensor]
 Loss = Callable[[Tensor, Batch], Tensor]
 
 
 def samples() -> list[Batch]:
-    """Sequences of 1 to 6 targets."""
+    """Sequences of 2 to 6 targets."""
     generator = torch.Generator().manual_seed(1)
-    lengths = [3, 1, 6, 2, 5, 4, 1, 6]
+    lengths = [3, 2, 6, 2, 5, 4, 2, 6]
     result = []
     for length in lengths:
         features = torch.randn(WIDTH, 4, generator=generator)
@@ -82,9 +83,9 @@ LOSSES = [mean_of_means, shares, mean_of_sums, mean_of_targets, weighted, chosen
 
 
 def prepared(kind: type, batch_size: int, **options: int) -> tuple:
-    """The accelerator, model, optimizer and loader of two windows of the same samples."""
+    """The accelerator, model, optimizer and loader of some windows of the same samples."""
     accelerator = kind(cpu=True, **options)
-    loader = DataLoader(samples() * 2, batch_size=batch_size)
+    loader = DataLoader(samples() * NUM_WINDOWS, batch_size=batch_size)
     return accelerator, *accelerator.prepare(*model_and_optimizer(), loader)
 
 
@@ -93,7 +94,7 @@ def gradient_of(model: nn.Module) -> Tensor:
 
 
 def accumulated(kind: type, loss_of: Loss, batch_size: int) -> Tensor:
-    """The gradient of the second window of a loop with `accelerator.accumulate`."""
+    """The gradient of the last window of a loop with `accelerator.accumulate`."""
     steps = NUM_SAMPLES // batch_size
     accelerator, model, optimizer, loader = prepared(
         kind, batch_size, gradient_accumulation_steps=steps
@@ -109,7 +110,7 @@ def accumulated(kind: type, loss_of: Loss, batch_size: int) -> Tensor:
 
 
 def accumulated_by_hand(kind: type, loss_of: Loss, batch_size: int) -> Tensor:
-    """The gradient of the second window of a loop that divides its losses."""
+    """The gradient of the last window of a loop that divides its losses."""
     steps = NUM_SAMPLES // batch_size
     accelerator, model, optimizer, loader = prepared(kind, batch_size)
     for number, batch in enumerate(loader, start=1):
@@ -178,7 +179,7 @@ def weighted_targets(outputs: Tensor, batch: Batch) -> Tensor:
 def sums_of_two_masks(outputs: Tensor, batch: Batch) -> Tensor:
     mask = batch["mask"]
     losses = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
-    chosen = mask * (batch["features"][:, :1, 0] > 0)  # all targets of some samples
+    chosen = mask * (mask.sum(1, keepdim=True) > 2)  # all targets of longer samples
     return ((losses * mask).sum() + (losses * chosen).sum()) / mask.sum()
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, product
 from typing import Any
 
@@ -734,6 +735,20 @@ def test_backward_code_that_depends_on_the_split_is_refused(change, words, batch
     """At the model's outputs nothing of it shows."""
     with pytest.raises(LossNotAdditive, match=words):
         Loop(plain, lambda: WithBackwardCode(change, kind)).run(Accelerator, batch_size)
+
+
+def two_proportions(model, x, y, values):
+    of_some = over(lambda chosen: chosen.sum().clamp(min=1))
+    return cross_entropy(model, x, y) + of_some(model, x, y, values)
+
+
+@pytest.mark.parametrize("kind", CHANGED_BY)
+@pytest.mark.parametrize("change", [normalised, clamped], ids=["norm", "clamp"])
+@pytest.mark.parametrize("body", [distillation, two_proportions])
+def test_backward_code_that_is_not_linear_is_right_on_the_full_batch(body, change, kind):
+    """It gets the gradient of the mean, not of the sum, and that of all terms at once."""
+    loop = Loop(body, lambda: WithBackwardCode(change, kind))
+    assert loop.error(Accelerator, WINDOW) < CLOSE
 
 
 UNEQUAL = [  # with other divisors in each micro-batch
@@ -1547,6 +1562,22 @@ def test_draws_of_a_collate_function_belong_to_samples(draw):
         assert (weights[batch_size] - weights[8]).norm() < CLOSE * weights[8].norm()
 
 
+def test_a_collate_function_that_mixes_samples_belongs_to_the_window():
+    """A permutation of one sample draws nothing: micro-batches of one do not show it, which all are
+    in windows without a rehearsal.
+    """
+
+    def mixed(rows):
+        x, y, values = map(torch.stack, zip(*rows, strict=True))
+        return 0.7 * x + 0.3 * x[torch.randperm(len(x))], y, values
+
+    columns = tuple(column.repeat_interleave(2, dim=0) for column in (X, Y, VALUES))
+    loop = Loop(plain, columns=columns, collate=mixed)
+    expected = loop.run(Accelerator, WINDOW)
+    for batch_size in (2, 1):
+        assert (loop.run(Accelerator, batch_size) - expected).norm() < CLOSE * expected.norm()
+
+
 # -- calls of the loop
 
 
@@ -2215,6 +2246,76 @@ def test_accumulation_by_hand_that_depends_on_the_split_is_refused(batch_size, b
     words = "a constant" if body is constant_divisor_by_hand else "(other|over) samples"
     with pytest.raises(HfGaError, match=words):
         by_hand(Accelerator, batch_size, body, build)
+
+
+class Codebook(nn.Module):
+    """A code that follows what it stands for, and a constant that the graph keeps."""
+
+    def __init__(self, reads: bool):
+        super().__init__()
+        self.reads = reads
+        self.register_buffer("code", torch.zeros(8))
+        self.register_buffer("scale", torch.full((8,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x * self.scale + (self.code if self.reads else 0)
+        self.code.lerp_(x.detach().mean(0), 0.1)
+        return output
+
+
+def with_codebook(reads: bool) -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Codebook(reads), nn.Linear(8, 3)))
+
+
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_what_forwards_leave_for_the_next_one_is_refused_by_hand(batch_size):
+    """The rehearsal's samples may come again first, after as many forwards."""
+    with pytest.raises(LossNotAdditive, match=r"forward of Sequential leaves in 2\.code"):
+        by_hand(Accelerator, batch_size, build=lambda: with_codebook(reads=True))
+
+
+@pytest.mark.parametrize(("batch_size", "reads"), [(8, True), (4, False), (1, False)])
+def test_what_forwards_leave_is_accepted_by_hand(batch_size, reads):
+    """In windows of one forward, or where no forward reads it."""
+    build = partial(with_codebook, reads)
+    loop = Loop(plain, build, columns=(X, LABELS, VALUES))
+    expected = loop.full_batch()
+    learnt = (expected - flat(build())).norm()
+    assert (by_hand(Accelerator, batch_size, build=build) - expected).norm() < CLOSE * learnt
+
+
+def test_a_loss_that_is_nan_for_a_sample_alone_is_refused_by_hand():
+    """NaN is neither larger nor smaller than its gradient among others."""
+
+    def body(model, x, y, values):
+        advantages = values[:, 0] - values[:, 0].mean()
+        variance = advantages.pow(2).sum() / (len(x) - 1)
+        return (advantages / variance.sqrt() * losses(model, x, y)).mean()
+
+    with pytest.raises(LossNotAdditive, match="statistics or mixtures over the batch"):
+        by_hand(Accelerator, 1, body)
+
+
+class Shifted(nn.Sequential):
+    def __init__(self):
+        super().__init__(*classifier())
+        self.register_buffer("shift", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.shift)
+
+
+@pytest.mark.parametrize("batch_size", [2, 1])
+def test_a_buffer_that_the_loop_changes_is_refused_by_hand(batch_size):
+    """Of one sample a batch, the rehearsed one comes last."""
+
+    def body(model, x, y, values):
+        loss = plain(model, x, y, values)
+        model.shift.lerp_(x.mean(0), 0.1)
+        return loss
+
+    with pytest.raises(LossNotAdditive, match="state that the loop keeps"):
+        by_hand(Accelerator, batch_size, body, Shifted)
 
 
 def term_of_the_second_half(model, x, y, values):

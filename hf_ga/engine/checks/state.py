@@ -1,9 +1,9 @@
 """Finds state that forwards leave in a module for the next forward, in buffers or attributes: a
 window has as many forwards as micro-batches, the full batch has one.
 
-In a rehearsal, a forward that changed some is run once more, with the same random numbers. If it
-returns something else, they matter. That goes for the models, and for what else the loop calls: a
-loss that keeps a moving average, a part of a model, a teacher.
+In a rehearsal, or after that of a loop by hand, a forward that changed some is run once more, with
+the same random numbers. If it returns something else, they matter. That goes for the models, and
+for what else the loop calls: a loss that keeps a moving average, a part of a model, a teacher.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -96,14 +96,17 @@ class StateCheck:
         self._changed_attributes: dict[tuple[nn.Module, str], Any] = {}
 
     @contextmanager
-    def watching(self, models: Sequence[nn.Module], *, with_others: bool) -> Iterator[None]:
-        """Watch forwards in the block, and restore at its end the buffers and attributes that they
-        changed; not those that the loop set.
+    def watching(
+        self, models: Sequence[nn.Module], *, with_others: bool, restores: bool
+    ) -> Iterator[None]:
+        """Watch forwards in the block.
 
         Args:
             models: Models, without wrappers.
             with_others: Whether to watch all modules that the loop calls: not in compiled models,
                 which would be compiled again.
+            restores: Whether to restore at the end the buffers and attributes that forwards
+                changed; not those that the loop set.
 
         Raises:
             LossNotAdditive: In the block, if what a forward left in buffers changes the next one.
@@ -114,7 +117,9 @@ class StateCheck:
                 stack.enter_context(before_all_forwards(self._note))
             for model in () if with_others else models:
                 stack.callback(model.register_forward_pre_hook(Hook(self._note)).remove)
-            stack.callback(self._undo)
+            stack.callback(self._forget)
+            if restores:
+                stack.callback(self._undo)
             yield
 
     def _undo(self) -> None:
@@ -130,7 +135,6 @@ class StateCheck:
             for (module, name), buffer in self._first_buffers.items()
             if (module, name) in self._watched - self._changed_buffers.keys()
         ]
-        self._forget()
 
     def _note(self, module: nn.Module, args: tuple) -> None:
         """Copy the state before a forward that the loop calls; a forward pre-hook."""
@@ -218,16 +222,20 @@ class StateCheck:
                 stack.enter_context(extra_forwards(module))
                 return _largest_change(outputs, module(*args, **kwargs))
 
+        now = [b for inner in module.modules() for b in inner._buffers.values() if b is not None]
+        before = [buffer.tensor for buffer in self._buffers]
         self._is_repeating = True
         try:
-            with_new_state = difference()
-            if not with_new_state:
-                return False
-            with extra_forwards(module):
-                self._restore()
-                # Where operations are not deterministic, not even this is 0.
-                with_same_state = difference()
-            return with_same_state == 0 or with_new_state > TOLERANCE
+            # They end as they are now, and the graph of a forward that counts may use them.
+            with torch.autograd._unsafe_preserve_version_counter((*now, *before)):
+                with_new_state = difference()
+                if not with_new_state:
+                    return False
+                with extra_forwards(module):
+                    self._restore()
+                    # Where operations are not deterministic, not even this is 0.
+                    with_same_state = difference()
+                return with_same_state == 0 or with_new_state > TOLERANCE
         finally:
             self._is_repeating = False
 

@@ -7,6 +7,7 @@ them differ is refused: BatchNorm, in-batch negatives, rewards that are normalis
 micro-batch, mixed samples, hard example mining, a queue, a random number that is not keyed.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,6 +58,8 @@ class Rehearsal:
         choices: (term, function that chooses among the samples), of the rehearsal.
         widths: `widths_of` its batch.
         widths_now: Those of the micro-batch that is compared with it.
+        num_samples: Number of samples of its batch.
+        num_samples_now: That of the micro-batch that is compared with it.
         largest_difference: The largest relative difference of a sample so far.
     """
 
@@ -71,6 +74,8 @@ class Rehearsal:
         self.choices: set[tuple[TermKey, str]] = set()
         self.widths: list[torch.Size] = []
         self.widths_now: list[torch.Size] = []
+        self.num_samples = 0
+        self.num_samples_now = 0
         self.largest_difference = 0.0
         self.is_low_precision = False
         self.terms_with_gradient: set[TermKey] = set()
@@ -101,6 +106,7 @@ class Rehearsal:
         self._names_of_terms.setdefault(number, {}).update(names)
         self._rehearsed.update(footprints)
         self.positions.update(positions)
+        self.num_samples = len(positions)
         self.uncompared.update(names)
         self.num_reclassified = num_reclassified
 
@@ -132,6 +138,11 @@ class Rehearsal:
             has_one_row = any(pairs[0][1].num_rows == 1 for pairs in by_arrangement)
             # One arrangement must fit all samples.
             found = [_first_difference(pairs, self._tolerance, floors) for pairs in by_arrangement]
+            if 1 in (self.num_samples, self.num_samples_now):
+                found = [
+                    first or _first_nan(pairs)
+                    for first, pairs in zip(found, by_arrangement, strict=True)
+                ]
             if all(difference is not None for difference in found):
                 difference = Difference(term, place, *found[0])
                 if has_one_row or is_inside(place):
@@ -321,4 +332,16 @@ def _first_difference(
         scale = max(before.scale, now.scale)
         if abs(before.product - now.product) > tolerance * scale + FLOOR * largest_scale:
             return before.product, now.product
+    return None
+
+
+def _first_nan(
+    pairs: Sequence[tuple[Footprint, Footprint]],
+) -> tuple[float, float] | None:
+    """Return the norms of the first sample of which one is NaN, or None. It is if a loss divides by
+    the standard deviation of a single sample; among others, NaN may come from any of them.
+    """
+    for before, now in pairs:
+        if math.isnan(before.norm) != math.isnan(now.norm):
+            return before.norm, now.norm
     return None

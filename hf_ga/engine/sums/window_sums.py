@@ -39,6 +39,8 @@ class WindowSums:
         part: The sum of the parts of a loss of the whole window.
         has_parts: Whether micro-batches add such parts (see `add_part`).
         num_micro_batches: About how many micro-batches the window has on all ranks.
+        is_full_batch: Whether a single micro-batch is the whole window, so that its backward may
+            divide: code of the model's own (hooks that clip) then gets what plain torch gives it.
         is_reached_anywhere: For each parameter, whether it has a gradient on any rank. The owner
             sets it at the window's end.
     """
@@ -47,6 +49,7 @@ class WindowSums:
         """Make the sums for these parameters."""
         self.backend = backend
         self.num_micro_batches = 1
+        self.is_full_batch = False
         self._parameters = parameters
         self._first_exponent: int | None = None  # of shards' scale in the first window
 
@@ -143,6 +146,10 @@ class WindowSums:
             for index, group in enumerate(self.groups)
             if not divisors.keys().isdisjoint(group.keys) or (index == 0 and has_penalties)
         ]
+        if self.is_full_batch and used:
+            scales = _full_batch_scales(readings, divisors)
+            self._backward_into(0, loss, readings, scales, retain_graph, sync)
+            used = []
         for index in used:
             scales = self._scales_of(index, readings, divisors)
             is_kept = retain_graph or index != used[-1]
@@ -469,6 +476,8 @@ class WindowSums:
         groups = self.groups or []
         for index, (group, buffer) in enumerate(zip(groups, self._buffers, strict=True)):
             factor = self._scales[index] / group.total if group.total else 0.0
+            if self.is_full_batch:  # the backward has divided
+                factor = 1.0
             _add_scaled(result, buffer, factor * averages_over)
             self._scales[index] = group.total / averages_over
         _add_scaled(result, self._parts, averages_over)
@@ -501,6 +510,28 @@ def _add_scaled(result: Gradients, buffer: Gradients, factor: float) -> None:
     torch._foreach_mul_(gradients, factor)
     for index, gradient in zip(reached, gradients, strict=True):
         result[index] = gradient if result[index] is None else result[index] + gradient
+
+
+def _full_batch_scales(
+    readings: Sequence[Reading], divisors: Mapping[TermKey, float | Tensor]
+) -> list[float | Tensor]:
+    """Return what each term's undivided gradient is multiplied by to be that of the mean, 0 for
+    terms without targets, and for a penalty in a window without any.
+    """
+    scales: list[float | Tensor] = []
+    for reading in readings:
+        if reading.key in divisors:
+            scales.append(_reciprocal(divisors[reading.key]))
+        else:
+            scales.append(float(any(divisors.values())))  # on the host, beside a penalty
+    return scales
+
+
+def _reciprocal(divisor: float | Tensor) -> float | Tensor:
+    """Return 1 / divisor, 0 for 0; one on an accelerator is not read."""
+    if isinstance(divisor, Tensor):
+        return torch.where(divisor == 0, 0.0, 1.0 / divisor)
+    return 1.0 / divisor if divisor else 0.0
 
 
 def _exponent(divisor: float) -> int:
