@@ -28,7 +28,6 @@ from hf_ga.engine.sums.divisors import (
     power_sums,
     present_terms,
     squared_differences,
-    true_divisor,
     unknown_share,
 )
 from hf_ga.engine.sums.groups import Group, Grouping
@@ -250,7 +249,14 @@ class WindowGradient:
             raise _too_many_groups([reading.name for reading in data_terms])
         self.readings += [reading.without_graph() for reading in readings]
         self.num_backwards += 1
-        self.sums.add(loss, readings, data_terms, retain_graph=retain_graph, sync=sync)
+        self.sums.add(
+            loss,
+            readings,
+            data_terms,
+            true_divisor=self.checks.true_divisor,
+            retain_graph=retain_graph,
+            sync=sync,
+        )
 
     def note_switched_off(self, readings: Sequence[Reading], *, is_counted: bool) -> None:
         """Remember terms that a micro-batch has with a factor of 0: others must have that, too."""
@@ -357,7 +363,7 @@ class WindowGradient:
             single = groups[0].keys if groups else []
             if len(single) < 2:
                 return groups
-        divisors = {reading.key: true_divisor(reading) for reading in on_host(data_terms)}
+        divisors = {r.key: self.checks.true_divisor(r) for r in on_host(data_terms)}
         misfits = [group for group in groups if not group.fits(divisors)]
         for group in misfits:
             self.grouping.split(group, divisors)

@@ -40,7 +40,10 @@ class Part:
         child, output = self.node.next_functions[position]
         if child is None:
             return []
-        return [replace(self, node=child, output=output, factor=self.factor * factor)]
+        # The same tensor where nothing is multiplied: parts with one factor are known by it.
+        is_one = isinstance(factor, float) and factor == 1.0
+        product = self.factor if is_one else self.factor * factor
+        return [replace(self, node=child, output=output, factor=product)]
 
     def divided_by(self, divisor: Number) -> "Part":
         """Return the part with one more division.

@@ -35,7 +35,7 @@ def joined_samples(found: Sequence[Found], num_samples: int, stack_sizes: StackS
     """
     groups: dict[Hashable, list[Found]] = defaultdict(list)
     for term, part in found:
-        groups[_kind(term, part)].append((term, part))
+        groups[term.identity].append((term, part))
     terms = []
     for group in groups.values():
         if _are_samples(group, num_samples, stack_sizes):
@@ -43,13 +43,6 @@ def joined_samples(found: Sequence[Found], num_samples: int, stack_sizes: StackS
         else:
             terms.extend(term for term, _ in group)
     return terms
-
-
-def _kind(term: Term, part: Part) -> Hashable:
-    """Return what terms that are joined have in common: sums also have one factor and divisor."""
-    if _is_mean(term, part):
-        return term.identity
-    return term.identity, _key(part.factor), _key(part.divisor)
 
 
 def _key(value: Number | None) -> Hashable:
@@ -71,8 +64,7 @@ def _are_samples(group: Sequence[Found], num_samples: int, stack_sizes: StackSiz
     # A trained weight of a sum that is divided itself would get its gradient twice.
     if first.is_penalty or len(part.weights) != len(first.weights):
         return False
-    factors = [part.full_factor() for _, part in group]
-    if all(isinstance(factor, float) for factor in factors) and len(set(factors)) > 1:
+    if len({(_key(part.factor), _key(part.divisor)) for _, part in group}) > 1:
         return False
     if len(group) == 1 and key not in stack_sizes.pairs:
         return False  # a plain loss
@@ -97,6 +89,8 @@ def _seem_samples(group: Sequence[Found], num_samples: int, stack_sizes: StackSi
     if not _is_mean(first, part):
         # One sum in any case, as all have one divisor; but two are rather those of R-Drop.
         return len(group) > 2 or stack_sizes.may_repeat
+    if not first.node_divides and not stack_sizes.may_change:
+        return False  # read one by one; they need no buffers of their own if they are in proportion
     has_other_divisor = isinstance(part.divisor, float) and part.divisor != len(group)
     if stack_sizes.may_change and not has_other_divisor:
         return True  # micro-batches of other sizes follow, or this one is the window

@@ -23,12 +23,14 @@ def samples() -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     lengths = [3, 2, 6, 2, 5, 4, 2, 6]
     result = []
-    for length in lengths:
-        features = torch.randn(WIDTH, 4, generator=generator)
-        labels = torch.randint(3, (WIDTH,), generator=generator)
-        result.append(
-            {"features": features, "labels": labels, "mask": torch.arange(WIDTH) < length}
-        )
+    for index, length in enumerate(lengths):
+        sample = {
+            "features": torch.randn(WIDTH, 4, generator=generator),
+            "labels": torch.randint(3, (WIDTH,), generator=generator),
+            "mask": torch.arange(WIDTH) < length,
+            "sign": torch.tensor((-1.0) ** index),
+        }
+        result.append(sample)
     return result
 
 
@@ -189,3 +191,44 @@ def test_a_sum_may_be_divided_by_the_targets_of_another_one(loss_of, batch_size)
     """Also where a micro-batch has none of its own."""
     found = accumulated(hf_ga.Accelerator, loss_of, batch_size)
     assert error(found, full_batch(loss_of)) < 1e-6
+
+
+def mean_of_differences(outputs: Tensor, batch: Batch) -> Tensor:
+    """A mean whose weights add up to 0, beside another one."""
+    return (outputs[:, 0, 0] * batch["sign"]).mean() + outputs[:, 0, 1].pow(2).mean()
+
+
+@pytest.mark.parametrize("batch_size", [8, 4, 2])
+def test_a_mean_whose_weights_add_up_to_0_keeps_its_part(batch_size):
+    found = accumulated(hf_ga.Accelerator, mean_of_differences, batch_size)
+    assert error(found, full_batch(mean_of_differences)) < 1e-6
+
+
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_a_penalty_counts_once_beside_a_mean_without_targets(batch_size):
+    """Some samples are no targets of the mean, which counts them all the same."""
+    model_of_loss = []
+
+    def loss_of(outputs: Tensor, batch: Batch) -> Tensor:
+        is_target = batch["mask"].sum(1) > 2
+        (model,) = model_of_loss
+        penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+        return (outputs[:, 0, 0].pow(2) * is_target).mean() + 0.1 * penalty
+
+    steps = NUM_SAMPLES // batch_size
+    accelerator, model, optimizer, loader = prepared(
+        hf_ga.Accelerator, batch_size, gradient_accumulation_steps=steps
+    )
+    model_of_loss[:] = [model]
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model(batch["features"]), batch))
+            if accelerator.sync_gradients:
+                found = gradient_of(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    reference, _ = model_and_optimizer()
+    model_of_loss[:] = [reference.double()]
+    batch = torch.utils.data.default_collate(samples())
+    loss_of(reference(batch["features"].double()), batch).backward()
+    assert error(found, gradient_of(reference)) < 1e-6

@@ -411,20 +411,40 @@ def sums_of_samples(numbers: list[int], *, with_own_divisors: bool) -> Tensor:
 
 @pytest.mark.parametrize("numbers", [[3, 1, 4], [1, 1, 1]])
 def test_divided_sums_of_samples_are_one_mean(numbers):
+    """In rehearsed windows, where micro-batches of other sizes follow."""
     loss = sums_of_samples(numbers, with_own_divisors=True)
-    (term,) = read_terms(loss, num_samples=3)
+    (term,) = read_terms(loss, num_samples=3, stack_sizes=StackSizes(may_change=True))
     assert (term.factor, term.divisor, term.count()) == (1.0, 3.0, 3.0)
-    (term,) = read_terms(loss / 8, num_samples=3)  # of a loop that accumulates by hand
+    by_hand = loss / 8
+    (term,) = read_terms(by_hand, num_samples=3, stack_sizes=StackSizes(may_change=True))
     assert (term.factor, term.divisor, term.count()) == (1.0, 24.0, 3.0)
 
 
-def test_divided_sums_that_may_be_of_samples_or_of_all_are_refused():
-    for numbers in ([4, 4, 4], [3, 1]):
+def test_divided_sums_that_may_be_of_samples_or_of_all_are_read_one_by_one():
+    """Masked losses of all samples have other numbers of targets, too."""
+    for numbers in ([4, 4, 4], [3, 1, 4]):
         loss = sums_of_samples(numbers, with_own_divisors=True)
-        with pytest.raises(LossNotAdditive, match=f"the mean of {len(numbers)} means of the same"):
-            read_terms(loss, num_samples=len(numbers))
-    assert len(read_terms(loss / 4, num_samples=2)) == 2
-    assert len(read_terms(loss, num_samples=5)) == 2
+        terms = read_terms(loss, num_samples=3)
+        assert [term.divisor for term in terms] == numbers
+        assert len(read_terms(loss, num_samples=5)) == 3
+
+
+def test_means_with_other_factors_on_a_device_are_not_one_mean():
+    elements = torch.randn(3, 4, device="meta", requires_grad=True)
+    weights = torch.randn(3, device="meta")
+    sizes = StackSizes(may_change=True)
+    loss = sum(w * values.mean() for w, values in zip(weights, elements, strict=True)) / 3
+    assert len(read_terms(loss, num_samples=3, stack_sizes=sizes)) == 3
+    loss = weights[0] * sum(values.mean() for values in elements) / 3
+    (term,) = read_terms(loss, num_samples=3, stack_sizes=sizes)
+    assert (term.divisor, len(term.nodes)) == (3.0, 3)
+
+
+def test_a_mean_of_weights_that_add_up_to_0_is_not_empty():
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    model, x, _ = make(4)
+    term = only_term((model(x)[0][:, 0] * signs).mean(), 4)
+    assert (term.count(), term.num_nonzero()) == (0.0, 4.0)
 
 
 def test_sums_of_samples_with_one_divisor_are_one_sum():

@@ -132,7 +132,11 @@ def true_divisor(reading: Reading) -> float:
 
 
 def is_empty(reading: Reading) -> bool:
-    """Whether a term on the host sums over nothing. Signed weights may add up to 0 by chance."""
+    """Whether a term on the host sums over nothing. Signed weights may add up to 0 by chance, and a
+    number of elements counts whatever their weights.
+    """
+    if reading.term is not None and reading.term.is_shape_divisor:
+        return reading.divisor == 0
     number = reading.count if reading.num_nonzero is None else reading.num_nonzero
     return number is not None and number == 0
 
@@ -170,16 +174,16 @@ class DivisorChecks:
             readings: Of all terms in these micro-batches, on the host, checked before.
         """
         of_term = [reading for reading in readings if reading.key == key]
-        if key not in self._lenders:
-            return [self._true_divisor(reading) for reading in of_term]
-        of_lender = [reading for reading in readings if reading.key == self._lenders[key]]
+        of_lender = [reading for reading in readings if reading.key == self._lenders.get(key)]
+        if len(of_lender) != len(of_term):
+            return [self.true_divisor(reading) for reading in of_term]
         return [
-            float(reading.divisor) if self._true_divisor(lender) else 0.0
+            float(reading.divisor) if self.true_divisor(lender) else 0.0
             for reading, lender in zip(of_term, of_lender, strict=True)
         ]
 
-    def _true_divisor(self, reading: Reading) -> float:
-        """Return what a reading whose divisor is that of its own targets adds, see above."""
+    def true_divisor(self, reading: Reading) -> float:
+        """Return what a reading on the host adds that has its own divisor, as far as is known."""
         if self.follows(reading.key) == {BY_SAMPLES}:
             return float(reading.divisor)  # of samples, also where their weights are 0
         return true_divisor(reading)
@@ -224,6 +228,7 @@ class DivisorChecks:
             LossNotAdditive: If a divisor follows neither samples nor targets, or a factor differs
                 between micro-batches of the window.
         """
+        self._lenders = {}
         by_term: Mapping[TermKey, list[Reading]] = defaultdict(list)
         for reading in readings:
             if not self.trusts_numbers:

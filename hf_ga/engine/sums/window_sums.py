@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_ga.engine.parameter_hooks import hooks_suspended
 from hf_ga.engine.sums.chunk_sums import ChunkSums
-from hf_ga.engine.sums.divisors import Reading, TermKey, is_empty, true_divisor
+from hf_ga.engine.sums.divisors import Reading, TermKey, is_empty
 from hf_ga.engine.sums.groups import Group
 from hf_ga.loss import undivided
 from hf_ga.model.precision import sum_dtype
@@ -123,6 +123,7 @@ class WindowSums:
         readings: Sequence[Reading],
         data_terms: Sequence[Reading],
         *,
+        true_divisor: Callable[[Reading], float],
         retain_graph: bool = False,
         sync: Sync = nullcontext,
     ) -> None:
@@ -132,6 +133,7 @@ class WindowSums:
             loss: The loss.
             readings: Its terms.
             data_terms: Those of them that are in groups; on the host if there are several terms.
+            true_divisor: Returns what a reading on the host adds to the divisor of the window.
             retain_graph: Whether the loop runs another backward through the same graph.
             sync: Returns the context of the backward.
         """

@@ -43,7 +43,7 @@ def num_nonzero_of(node: Node) -> Number | None:
 
     Of `(losses * advantages * mask).sum()` it is the number of targets.
     """
-    weights = _of_reduced(node) if node.name() in SUMS else None
+    weights = _of_reduced(node) if node.name() in SUMS | MEANS else None
     return None if weights is None else number((weights != 0).sum())
 
 
