@@ -134,8 +134,10 @@ class Term:
 
 def _added(numbers: Iterable[Number | None]) -> Number | None:
     """Return the sum of some numbers. None: one of them is unknown."""
-    numbers = list(numbers)
-    return None if None in numbers else sum(numbers)
+    first, *others = numbers
+    if first is None or any(number is None for number in others):
+        return None
+    return sum(others, first)  # no operation on a device for a single one
 
 
 def describe(term: Term) -> str:

@@ -95,7 +95,12 @@ def gradient_of(model: nn.Module) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def accumulated(kind: type, loss_of: Loss, batch_size: int) -> Tensor:
+def squares(model: nn.Module) -> Tensor:
+    """A penalty on parameters."""
+    return 0.1 * sum(parameter.pow(2).sum() for parameter in model.parameters())
+
+
+def accumulated(kind: type, loss_of: Loss, batch_size: int, *, penalized: bool = False) -> Tensor:
     """The gradient of the last window of a loop with `accelerator.accumulate`."""
     steps = NUM_SAMPLES // batch_size
     accelerator, model, optimizer, loader = prepared(
@@ -103,7 +108,8 @@ def accumulated(kind: type, loss_of: Loss, batch_size: int) -> Tensor:
     )
     for batch in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model(batch["features"]), batch))
+            loss = loss_of(model(batch["features"]), batch)
+            accelerator.backward(loss + squares(model) if penalized else loss)
             if accelerator.sync_gradients:
                 found = gradient_of(model)
             optimizer.step()
@@ -124,13 +130,14 @@ def accumulated_by_hand(kind: type, loss_of: Loss, batch_size: int) -> Tensor:
     return found
 
 
-def full_batch(loss_of: Loss) -> Tensor:
+def full_batch(loss_of: Loss, *, penalized: bool = False) -> Tensor:
     """One backward of all samples in float64."""
     model, _ = model_and_optimizer()
     model.double()
     batch = torch.utils.data.default_collate(samples())
     batch["features"] = batch["features"].double()
-    loss_of(model(batch["features"]), batch).backward()
+    loss = loss_of(model(batch["features"]), batch)
+    (loss + squares(model) if penalized else loss).backward()
     return gradient_of(model)
 
 
@@ -204,31 +211,13 @@ def test_a_mean_whose_weights_add_up_to_0_keeps_its_part(batch_size):
     assert error(found, full_batch(mean_of_differences)) < 1e-6
 
 
+def mean_of_longer(outputs: Tensor, batch: Batch) -> Tensor:
+    """A mean over all samples, of which some are no targets."""
+    is_target = batch["mask"].sum(1) > 2
+    return (outputs[:, 0, 0].pow(2) * is_target).mean()
+
+
 @pytest.mark.parametrize("batch_size", [4, 2, 1])
 def test_a_penalty_counts_once_beside_a_mean_without_targets(batch_size):
-    """Some samples are no targets of the mean, which counts them all the same."""
-    model_of_loss = []
-
-    def loss_of(outputs: Tensor, batch: Batch) -> Tensor:
-        is_target = batch["mask"].sum(1) > 2
-        (model,) = model_of_loss
-        penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
-        return (outputs[:, 0, 0].pow(2) * is_target).mean() + 0.1 * penalty
-
-    steps = NUM_SAMPLES // batch_size
-    accelerator, model, optimizer, loader = prepared(
-        hf_ga.Accelerator, batch_size, gradient_accumulation_steps=steps
-    )
-    model_of_loss[:] = [model]
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model(batch["features"]), batch))
-            if accelerator.sync_gradients:
-                found = gradient_of(model)
-            optimizer.step()
-            optimizer.zero_grad()
-    reference, _ = model_and_optimizer()
-    model_of_loss[:] = [reference.double()]
-    batch = torch.utils.data.default_collate(samples())
-    loss_of(reference(batch["features"].double()), batch).backward()
-    assert error(found, gradient_of(reference)) < 1e-6
+    found = accumulated(hf_ga.Accelerator, mean_of_longer, batch_size, penalized=True)
+    assert error(found, full_batch(mean_of_longer, penalized=True)) < 1e-6
