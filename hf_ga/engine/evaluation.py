@@ -304,7 +304,11 @@ def _is_balancing(reading: Reading, calls: Sequence[tuple[Tensor, Tensor]]) -> b
 
 
 def _true_divisor(reading: Reading) -> float | Tensor:
-    """Return what a reading adds to the divisor of the split: 0 if it sums over nothing."""
+    """Return what a reading adds to the divisor of the split: 0 if it sums over nothing. A number
+    of elements counts whatever their weights, as in training.
+    """
+    if reading.term.is_shape_divisor:
+        return reading.divisor
     number = reading.count if reading.num_nonzero is None else reading.num_nonzero
     divisor = reading.divisor
     if isinstance(divisor, Tensor) or isinstance(number, Tensor):
