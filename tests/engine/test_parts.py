@@ -147,10 +147,23 @@ def test_another_sum_of_means_is_read():
         h.assert_promise_1(window_gradient(TwoTasks(), one_window(samples, size))[0], full, full64)
 
 
+class MaskedMean(torch.nn.Module):
+    """A mean over all samples, of which some are no targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(h.VOCABULARY, 1)
+
+    def forward(self, input_ids, attention_mask, labels):
+        scores = self.embedding(input_ids[:, :1]).flatten()
+        return {"loss": (scores.pow(2) * (input_ids[:, 0] % 2)).mean(), "logits": scores}
+
+
 EVALUATED = {
     "BERT, answers": CASES["BERT, answers"],
     "BERT pre-training": CASES["BERT pre-training"],
     "balanced experts": (partial(h.mixtral, 0.5), h.token_samples),
+    "masked mean": (h.seeded(MaskedMean), h.token_samples),
 }
 
 
@@ -177,9 +190,9 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size(name):
     if name == "balanced experts":
         model.set_experts_implementation("eager")  # the others have no float64
     with torch.no_grad():
-        expected = float(copy.deepcopy(model).double().eval()(**whole).loss)
+        expected = float(copy.deepcopy(model).double().eval()(**whole)["loss"])
         parts = [
-            float(model.eval()(**{k: v[i : i + 3] for k, v in whole.items()}).loss)
+            float(model.eval()(**{k: v[i : i + 3] for k, v in whole.items()})["loss"])
             for i in range(0, 15, 3)
         ]
     assert losses == pytest.approx([expected] * 3, rel=1e-6)
