@@ -19,6 +19,7 @@ from hf_ga.engine.checks.lone_terms import LoneTerms
 from hf_ga.engine.checks.sample_count import SampleCount, check_samples
 from hf_ga.engine.parameter_hooks import after_hooks
 from hf_ga.engine.sums.divisors import (
+    RELATIVE_ROUNDING,
     DivisorChecks,
     Reading,
     TermKey,
@@ -96,6 +97,7 @@ class WindowGradient:
         self._lone_terms = LoneTerms()
         self._num_merged_pairs = 0
         self._has_hooks = False  # whether a parameter has one, on any rank
+        self._has_recounted_penalties = False  # as a window was computed again
         self.loss: Tensor | None = None
         self.needs_padding = False
         self.tries_widths = False
@@ -558,14 +560,15 @@ class WindowGradient:
         self._check_factors(keys, found["factors"])
         if found["factors"]:
             self._lone_terms.note(self._factors, present_terms(keys, found["factors"]))
-        if self._split_groups(groups, found["ratios"]):
+        shares = self._shares_of_samples(groups, found)
+        if self._split_groups(groups, found["ratios"]) or self._miscounts_penalties(found, shares):
             dead_end = self._failure_or_dead_end(can_repeat)
             if dead_end is not None:
                 raise dead_end
             return False
         if self.backend.is_sharded:
             self.sums.take_shards()
-        self.loss = self.sums.take_totals(loss_sum, found, self._shares_of_samples(groups, found))
+        self.loss = self.sums.take_totals(loss_sum, found, shares)
         return True
 
     def _shares_of_samples(
@@ -611,6 +614,11 @@ class WindowGradient:
             "num_samples": [float(self.samples.number)],
             "of_groups": [float(n) for g in groups for n in (g.num_samples, *g.counts_samples)],
             "values": self.sums.values,
+            "penalties": [
+                number
+                for group in groups[:1]
+                for number in (float(len(group.of_penalties)), math.fsum(group.of_penalties))
+            ],
             "factors": self._factor_sums(keys),
             "ratios": self._ratio_sums(groups),
         }
@@ -668,6 +676,30 @@ class WindowGradient:
             self.grouping.take_out(key)
             self.must_repeat = "processes had terms of the loss in other proportions"
         return bool(misfits)
+
+    def _miscounts_penalties(
+        self, found: Mapping[str, list[float]], shares: Sequence[float]
+    ) -> bool:
+        """Whether the penalties of the window do not count once, by the sums over all ranks: it was
+        not yet known what a micro-batch without targets adds to the divisor, or some micro-batches
+        lack the penalties. Lets the window be computed again; raises LossNotAdditive if it was.
+        """
+        number, counted = found["penalties"] or (0.0, 0.0)
+        total = found["totals"][0] / shares[0] if number else 0.0
+        is_once = bool(total) and math.isclose(counted, total, rel_tol=RELATIVE_ROUNDING)
+        if not number or is_once:
+            return False
+        if self._has_recounted_penalties:
+            raise LossNotAdditive(
+                "a penalty on parameters counts by the share of the term beside it, which adds up "
+                f"to {counted / (total or 1.0):.4g} in this window, not to 1: some micro-batches "
+                "lack one of both, or no sample of the window is a target. Let each micro-batch "
+                "have the same terms (a term may be 0, as outputs.sum() * 0), and run the backward "
+                "of the penalty apart: accelerator.backward(penalty)."
+            )
+        self._has_recounted_penalties = True
+        self.must_repeat = "a penalty on parameters did not count once"
+        return True
 
     def _decide_terms(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:
         """Let the window be computed again if two of its terms, on any rank, may be one. If that

@@ -152,6 +152,9 @@ class WindowSums:
             scales = _full_batch_scales(readings, divisors)
             self._backward_into(0, loss, readings, scales, retain_graph, sync)
             used = []
+        elif has_penalties:
+            group = self.groups[0]
+            group.of_penalties.append(float(divisors.get(group.keys[0], 0.0)))
         for index in used:
             scales = self._scales_of(index, readings, divisors)
             is_kept = retain_graph or index != used[-1]
