@@ -48,7 +48,7 @@ from hf_ga.engine.look.refusals import (
 from hf_ga.engine.look.rehearsal import WIDTH_TOLERANCE, Rehearsal
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
-from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.engine.sums.readings import Reading, TermKey
 from hf_ga.engine.whole.first_pass import run_first_pass
 from hf_ga.engine.whole.router import WindowRouter
 from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive
@@ -274,8 +274,8 @@ class WindowEngine:
         self.gradient.tries_widths = looks and not self.looks.is_on and not is_width_tried
         self.gradient.tries_terms = None if self.looks.is_on else looks
         # Micro-batches of other sizes follow, or there is only one.
-        self.gradient.stack_sizes.may_change = is_rehearsed or is_full_batch
-        self.gradient.stack_sizes.may_repeat = looks
+        self.gradient.reader.stack_sizes.may_change = is_rehearsed or is_full_batch
+        self.gradient.reader.stack_sizes.may_repeat = looks
         if not keeps_rehearsal:
             self._rehearsal = Rehearsal() if is_rehearsed else None
         if is_rehearsed:
@@ -744,7 +744,7 @@ class WindowEngine:
             if self.looks.end() and state is not None:
                 state.is_width_tried = True  # also if its batches cannot be padded
             gradient.must_repeat = "it was tried with a rehearsal"
-            gradient.withdraw()
+            gradient.shown.withdraw()
             is_done = False
         if not is_done:
             self.restore_buffers()

@@ -9,7 +9,8 @@ proportions need a buffer, and a backward, each.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hf_ga.engine.sums.divisors import RELATIVE_ROUNDING, TermKey
+from hf_ga.engine.sums.divisors import RELATIVE_ROUNDING
+from hf_ga.engine.sums.readings import TermKey
 
 
 @dataclass
