@@ -84,10 +84,12 @@ def chosen_means(outputs: Tensor, batch: Batch) -> Tensor:
 LOSSES = [mean_of_means, shares, mean_of_sums, mean_of_targets, weighted, chosen_means]
 
 
-def prepared(kind: type, batch_size: int, **options: int) -> tuple:
-    """The accelerator, model, optimizer and loader of some windows of the same samples."""
+def prepared(kind: type, batch_size: int, data: list[Batch] | None, **options: int) -> tuple:
+    """The accelerator, model, optimizer and loader of some windows, by default of the same
+    samples.
+    """
     accelerator = kind(cpu=True, **options)
-    loader = DataLoader(samples() * NUM_WINDOWS, batch_size=batch_size)
+    loader = DataLoader(data or samples() * NUM_WINDOWS, batch_size=batch_size)
     return accelerator, *accelerator.prepare(*model_and_optimizer(), loader)
 
 
@@ -101,12 +103,17 @@ def squares(model: nn.Module) -> Tensor:
 
 
 def accumulated(
-    kind: type, loss_of: Loss, batch_size: int, *, penalized: bool = False
+    kind: type,
+    loss_of: Loss,
+    batch_size: int,
+    *,
+    penalized: bool = False,
+    data: list[Batch] | None = None,
 ) -> list[Tensor]:
     """The gradient of each window of a loop with `accelerator.accumulate`."""
     steps = NUM_SAMPLES // batch_size
     accelerator, model, optimizer, loader = prepared(
-        kind, batch_size, gradient_accumulation_steps=steps
+        kind, batch_size, data, gradient_accumulation_steps=steps
     )
     found = []
     for batch in loader:
@@ -120,10 +127,12 @@ def accumulated(
     return found
 
 
-def accumulated_by_hand(kind: type, loss_of: Loss, batch_size: int) -> list[Tensor]:
+def accumulated_by_hand(
+    kind: type, loss_of: Loss, batch_size: int, *, data: list[Batch] | None = None
+) -> list[Tensor]:
     """The gradient of each window of a loop that divides its losses."""
     steps = NUM_SAMPLES // batch_size
-    accelerator, model, optimizer, loader = prepared(kind, batch_size)
+    accelerator, model, optimizer, loader = prepared(kind, batch_size, data)
     found = []
     for number, batch in enumerate(loader, start=1):
         accelerator.backward(loss_of(model(batch["features"]), batch) / steps)
@@ -134,11 +143,13 @@ def accumulated_by_hand(kind: type, loss_of: Loss, batch_size: int) -> list[Tens
     return found
 
 
-def full_batch(loss_of: Loss, *, penalized: bool = False) -> Tensor:
+def full_batch(
+    loss_of: Loss, *, penalized: bool = False, data: list[Batch] | None = None
+) -> Tensor:
     """One backward of all samples in float64."""
     model, _ = model_and_optimizer()
     model.double()
-    batch = torch.utils.data.default_collate(samples())
+    batch = torch.utils.data.default_collate(data or samples())
     batch["features"] = batch["features"].double()
     loss = loss_of(model(batch["features"]), batch)
     (loss + squares(model) if penalized else loss).backward()
@@ -292,33 +303,35 @@ def test_a_mean_of_unknown_samples_is_refused():
         accumulated(hf_ga.Accelerator, with_mean_of_rows_if_any, 1)
 
 
-def test_a_sum_keeps_the_divisor_of_another_one_whatever_its_own_targets():
-    """In the last window each micro-batch has one target, or none and a divisor raised to 1: its
-    divisors are also those of the samples.
-    """
-    num_chosen = [3, 1, 2, 0, 4, 2, 2, 3, 0, 1]
-    number, size = len(num_chosen), 4
+def chosen_by_sign() -> list[Batch]:
+    """Windows of two batches of 4, in which as many samples have a positive sign."""
+    numbers = [3, 1, 2, 4, 4, 2, 2, 3, 0, 1]
+    signs = [1.0 if index < number else -1.0 for number in numbers for index in range(4)]
     generator = torch.Generator().manual_seed(3)
-    features = torch.randn(number * size, 4, generator=generator)
-    chosen = torch.cat([torch.arange(size) < n for n in num_chosen])
+    return [
+        {"features": torch.randn(1, 4, generator=generator), "sign": torch.tensor(sign)}
+        for sign in signs
+    ]
 
-    def loss_of(outputs: Tensor, chosen: Tensor) -> Tensor:
-        losses = outputs.pow(2).sum(1)
-        return (losses.sum() + (losses * chosen).sum()) / chosen.sum().clamp(min=1)
 
-    accelerator = hf_ga.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loader = DataLoader(list(zip(features, chosen, strict=True)), batch_size=size)
-    model, optimizer, loader = accelerator.prepare(*model_and_optimizer(), loader)
-    reference, _ = model_and_optimizer()
-    reference.double()
-    for index, (x, is_chosen) in enumerate(loader):
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model(x), is_chosen))
-            if accelerator.sync_gradients:
-                window = slice((index - 1) * size, (index + 1) * size)
-                reference.zero_grad()
-                loss_of(reference(features[window].double()), chosen[window]).backward()
-                expected = gradient_of(reference)
-                assert (gradient_of(model) - expected).norm() < 1e-6 * expected.norm()
-            optimizer.step()
-            optimizer.zero_grad()
+def sum_over_chosen(outputs: Tensor, batch: Batch) -> Tensor:
+    """A sum over all samples that is divided by the number of chosen ones."""
+    losses = outputs[:, 0].pow(2).sum(1)
+    chosen = batch["sign"] > 0
+    return (losses.sum() + (losses * chosen).sum()) / chosen.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("gradient", [accumulated, accumulated_by_hand])
+def test_a_sum_keeps_the_divisor_of_another_one_whatever_its_own_targets(gradient):
+    """In the last window the batches have no chosen sample and one, so their divisors, which are
+    raised from 0 to 1, are also those of the samples.
+    """
+    found = gradient(hf_ga.Accelerator, sum_over_chosen, 4, data=chosen_by_sign())
+    windows = batched(chosen_by_sign(), NUM_SAMPLES)
+    for gradient_of_window, window in zip(found, windows, strict=True):
+        expected = full_batch(sum_over_chosen, data=window)
+        assert (gradient_of_window - expected).norm() < 1e-6 * expected.norm()
+
+
+def batched(data: list[Batch], size: int) -> list[list[Batch]]:
+    return [data[start : start + size] for start in range(0, len(data), size)]

@@ -481,9 +481,13 @@ class WindowSums:
         averages_over = self.backend.averages_over
         groups = self.groups or []
         for index, (group, buffer) in enumerate(zip(groups, self._buffers, strict=True)):
-            factor = self._scales[index] / group.total if group.total else 0.0
-            if self.is_full_batch:  # the backward has divided
-                factor = 1.0
+            factor = 1.0  # the backward of a full batch has divided
+            if not self.is_full_batch:
+                if not group.total:  # the sums stay: a later micro-batch may have targets
+                    zeros = [g if g is None else torch.zeros_like(g) for g in buffer]
+                    _add_scaled(result, zeros, 1.0)
+                    continue
+                factor = self._scales[index] / group.total
             _add_scaled(result, buffer, factor * averages_over)
             self._scales[index] = group.total / averages_over
         _add_scaled(result, self._parts, averages_over)
