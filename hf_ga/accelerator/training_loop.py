@@ -24,7 +24,6 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hf_ga.accelerator.checks import notices
@@ -391,7 +390,7 @@ class TrainingLoop:
         self.engine.gradient.iteration = self._num_iterations
         accelerator.step = index + 1
         accelerator.gradient_state._set_sync_gradients(is_last)
-        batch = send_to_device(slot.micro_batch.batch, accelerator.device, non_blocking=True)
+        batch = self.engine.backend.place(slot.micro_batch.batch)
         request = self._window.request
         if not self._is_planned:  # draws that all samples share belong to the loop's own window
             request = replace(request, index=self.num_updates_by_hand)
@@ -484,7 +483,7 @@ class TrainingLoop:
             for index, slot in enumerate(slots):
                 if index != self._index or self.engine.slot is None:
                     raise ConfigError(DIFFERENT_SIZES)
-                batch = send_to_device(slot.micro_batch.batch, self.accelerator.device)
+                batch = self.engine.backend.place(slot.micro_batch.batch)
                 self._is_followed = True
                 yield batch, index == len(slots) - 1
             if self._attempt == attempt:

@@ -251,7 +251,7 @@ class TrainerWindow:
     def _forward(self, slot: Slot, step: Callable[[dict[str, Any]], Any]) -> None:
         """Run Trainer's training step on a micro-batch, without its backward."""
         with self._own_loss(backward=lambda loss, **kwargs: None):
-            step(dict(slot.micro_batch.batch))
+            step(self.engine.backend.place(dict(slot.micro_batch.batch)))
 
     def _run(self, slot: Slot, step: Callable[[dict[str, Any]], Any], is_last: bool) -> None:
         """Run Trainer's training step on a micro-batch, with keyed draws and our backward."""
@@ -261,7 +261,7 @@ class TrainerWindow:
             self._own_loss(backward),
             self.engine.failing_together(),
         ):
-            step(dict(slot.micro_batch.batch))
+            step(self.engine.backend.place(dict(slot.micro_batch.batch)))
 
     @contextmanager
     def _own_loss(self, backward: Callable[..., None]) -> Iterator[None]:
