@@ -35,6 +35,7 @@ from hf_ga.accelerator.checks.misuse import (
     clipped_between,
     clipped_early,
     early_step,
+    has_gradients,
     not_fetched,
     random_collate_by_hand,
     unexpected_backward,
@@ -364,6 +365,14 @@ class TrainingLoop:
         return True
 
     @property
+    def has_updated(self) -> bool:
+        """Whether no gradient of the window is left to step on, so that a checkpoint has it all."""
+        is_open = self.engine.slot is not None and self.engine.num_adds > 0
+        if self.is_complete and is_open and not self._has_stepped:
+            return not has_gradients(self.accelerator._optimizers)
+        return self.is_complete
+
+    @property
     def num_complete_windows(self) -> int:
         """Number of windows of the run whose optimizer step is done, for a checkpoint."""
         is_open = self.engine.slot is not None
@@ -655,8 +664,7 @@ class TrainingLoop:
         engine = self.engine
         bypasses_backward = not self._is_planned and not self._by_hand.is_used
         if engine.gradient is None or engine.slot is None or bypasses_backward:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if any(p.grad is not None and bool(p.grad.any()) for p in parameters):
+            if has_gradients([optimizer]):
                 raise early_step()
             return
         self.complete()
