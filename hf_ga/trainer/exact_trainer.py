@@ -7,7 +7,7 @@ overridden:
     create_accelerator_and_postprocess   FSDP on CPU processes, too
     train                  checks that training can be made exact
     get_train_dataloader   batches come from hf_ga's windows
-    get_batch_samples      begins a window
+    get_batch_samples      fetches a window
     training_step          keyed draws; what compute_loss returns is read, and its gradient is
                            divided at the window's end
 """
@@ -101,7 +101,7 @@ class TrainerWindow:
             self._whole_batch = WholeBatch(self.engine, loss.loss_of_window, loss)
 
     def begin(self, batches: list[WindowBatch]) -> None:
-        """Begin a window of `ExactTrainer`.
+        """Take the next window of `ExactTrainer`.
 
         Args:
             batches: What Trainer fetched for one optimizer step.
@@ -125,7 +125,6 @@ class TrainerWindow:
         self._mask_request = replace(request, seed=self.trainer.args.seed)
         self.num_begun = 0
         self.engine.speed_ups.is_resumed = self.trainer.state.global_step > 0
-        self._begin_window()
 
     def _begin_window(self) -> None:
         """Begin the window in the engine, or begin it again."""
@@ -219,7 +218,6 @@ class TrainerWindow:
             return
         while not self.engine.finish(can_repeat=True):
             logger.info(f"hf_ga: a window is computed again: {self.engine.gradient.must_repeat}.")
-            self._begin_window()
             with preserving_counters(trainer):
                 self._run_before(step)
                 for slot in self.slots:
@@ -236,7 +234,10 @@ class TrainerWindow:
     def _run_before(self, step: Callable[[dict[str, Any]], Any]) -> None:
         """Run what comes before the micro-batches of a window: a first pass, if the loss needs one,
         and the rehearsal, which computes some samples in other company and adds nothing.
+
+        The window begins here, and not where it is fetched: callbacks may change the model between.
         """
+        self._begin_window()
         trainer = self.trainer
         trainer.model.train()  # for the first pass; Trainer calls it in each training step
         with preserving_counters(trainer):
