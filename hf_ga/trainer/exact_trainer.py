@@ -14,7 +14,7 @@ overridden:
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -440,7 +440,9 @@ class ExactTrainerMixin:
         window_size.check_checkpoint(kwargs.get("resume_from_checkpoint"), self.args)
         self.pop_callback(WindowSize)  # of an earlier call of train
         self.add_callback(window_size)
-        with every_prepare_exact(self.accelerator):
+        # Trainer's own no_sync would end what the engine sets in the first micro-batch of a window.
+        own_sync = override(self.accelerator, no_sync=lambda model: nullcontext())
+        with every_prepare_exact(self.accelerator), own_sync:
             return super().train(*args, **kwargs)
 
     @property
