@@ -255,7 +255,7 @@ class TrainingLoop:
             self._checks.begin()
         self.is_complete = False
         self._is_stage = False
-        self._earlier = self.engine.gradient.earlier
+        self._earlier = self.engine.gradient.shown.earlier
         if self._whole_batch is not None:
             self._whole_batch.begin(window, self._slots)
         else:

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.light_graph import LightGraph
 from hf_ga.engine.slots import Slot, plain_slots
-from hf_ga.engine.sums.divisors import Reading
+from hf_ga.engine.sums.readings import Reading, TermReader
 from hf_ga.engine.whole.router import parameters_below
 from hf_ga.engine.whole.router_losses import Router, balancing_loss
 from hf_ga.loading.window import Window
@@ -159,7 +158,7 @@ class EvaluatedLoss:
             parameter.requires_grad_(True)
         # Reads losses as in training.
         trainable = [p for p in parameters if p.requires_grad]
-        self._reader = WindowGradient(self.backend, trainable)
+        self._reader = TermReader(trainable)
         try:
             yield
         finally:
@@ -211,7 +210,7 @@ class EvaluatedLoss:
         calls = self.router.take_calls()
         readings = [
             reading
-            for reading in self._reader.read(loss, num_samples, None)
+            for reading in self._reader.read(loss, num_samples)
             if not reading.is_switched_off and not _is_balancing(reading, calls)
         ]
         data = [reading for reading in readings if not reading.term.is_penalty]

@@ -18,29 +18,35 @@ from torch import Tensor, nn
 from hf_ga.engine.checks.lone_terms import LoneTerms
 from hf_ga.engine.checks.sample_count import SampleCount, check_samples
 from hf_ga.engine.parameter_hooks import after_hooks
-from hf_ga.engine.sums.divisors import (
-    DivisorChecks,
-    Reading,
-    TermKey,
-    factors_differ,
-    factors_of,
-    on_host,
+from hf_ga.engine.sums.agreement import (
+    check_factors,
+    factor_sums,
+    out_of_proportion,
+    penalty_sums,
     power_sums,
     present_terms,
+    ratio_sums,
+    sample_sums,
+    shares_of_samples,
     squared_differences,
-    unknown_share,
+)
+from hf_ga.engine.sums.divisors import (
+    RELATIVE_ROUNDING,
+    DivisorChecks,
+    factors_of,
 )
 from hf_ga.engine.sums.groups import Group, Grouping
+from hf_ga.engine.sums.readings import Number, Reading, TermKey, TermReader, on_host
 from hf_ga.engine.sums.same_terms import SameTerms
-from hf_ga.engine.sums.window_sums import Gradients, WindowSums, set_gradients
+from hf_ga.engine.sums.shown_gradients import Gradients, ShownGradients
+from hf_ga.engine.sums.window_sums import WindowSums
 from hf_ga.errors import ConfigError, LossNotAdditive
-from hf_ga.loss import StackSizes, Term, read_terms
 from hf_ga.order.chunks import ChunkTree
 from hf_ga.order.length_plan import Computed
 from hf_ga.parallel.backend import Backend, RankStatus
 
-SMALLEST_ID = 1 << 20  # Python's ids are addresses, indices are smaller
 LARGEST_ITERATION = 1 << 10  # numbers that ranks compare are exact
+OTHER_STACKS = "what the loss stacks was found to be no losses of samples"
 
 
 class WindowGradient:
@@ -88,14 +94,14 @@ class WindowGradient:
         """Make the sums for these parameters, and begin a window."""
         self.parameters = list(parameters)
         self.sums = WindowSums(backend, self.parameters)
+        self.reader = TermReader(self.parameters)
+        self.shown = ShownGradients(self.parameters)
         self.checks = DivisorChecks()
         self.grouping = Grouping()
         self.same_terms = SameTerms()
-        self._index_of = {id(p): index for index, p in enumerate(self.parameters)}
-        self.stack_sizes = StackSizes()
         self._lone_terms = LoneTerms()
-        self._num_merged_pairs = 0
         self._has_hooks = False  # whether a parameter has one, on any rank
+        self._has_recounted_penalties = False  # as a window was computed again
         self.loss: Tensor | None = None
         self.needs_padding = False
         self.tries_widths = False
@@ -130,8 +136,7 @@ class WindowGradient:
         self.sums.begin(chunk_tree)
         self._has_new_terms = False
         self._factors: dict[TermKey, float] = {}  # of this rank's terms, at the window's end
-        self.earlier: Gradients = [p.grad for p in self.parameters]
-        self._shown: list[tuple[Tensor, int] | None] | None = None  # (gradient, its version)
+        self.shown.begin()
 
     @property
     def backend(self) -> Backend:
@@ -150,77 +155,19 @@ class WindowGradient:
 
     # Reading
 
-    def read(
-        self, loss: Tensor, num_samples: int, num_targets: float | Tensor | None
-    ) -> list[Reading]:
-        """Read the terms of a micro-batch's loss, those that are switched off (a factor of 0) last.
-
-        Args:
-            loss: The loss, a scalar.
-            num_samples: Number of samples of the micro-batch.
-            num_targets: What the loss is a sum over. None: the loss is read.
-
-        Raises:
-            LossNotAdditive: If the loss is no sum of means.
-        """
-        if num_targets is not None:
-            number = num_targets if isinstance(num_targets, Tensor) else float(num_targets)
-            is_zero = loss.detach() == 0
-            return [
-                Reading(("num_targets",), None, num_samples, number, None, 1.0, is_zero=is_zero)
-            ]
-        num_changed = self.stack_sizes.num_changed
-        terms = read_terms(
-            loss,
-            num_samples=num_samples,
-            stack_sizes=self.stack_sizes,
-            with_switched_off=True,
-        )
-        if self.stack_sizes.num_changed != num_changed and self.readings:
-            self.repeat_misread("what the loss stacks was found to be no losses of samples")
-        keys = self._keys_of(terms)
-        return [
-            Reading(
-                key,
-                term,
-                num_samples,
-                term.divisor,
-                term.count(),
-                term.factor,
-                num_elements=term.num_elements,
-                num_nonzero=term.num_nonzero(),
-                class_weights=term.class_weights(),
-                ignores_width=term.ignores_width(),
-            )
-            for key, term in zip(keys, terms, strict=True)
-        ]
-
-    def _keys_of(self, terms: Sequence[Term]) -> list[TermKey]:
-        """Return keys that are the same on all ranks: parameters by index, equal terms numbered."""
-        keys: list[TermKey] = []
-        num_equal: dict[TermKey, int] = {}
-        for term in terms:
-            identity = self._with_indices(term.identity)
-            number = num_equal.get(identity, 0)
-            num_equal[identity] = number + 1
-            keys.append((*identity, number))
-        return keys
-
-    def _with_indices(self, identity: TermKey) -> TermKey:
-        """Return an identity with the indices of parameters in place of their ids, in order. Those
-        that are not trained (of a teacher) count as one.
-        """
-        if not isinstance(identity, tuple):
-            return identity
-        are_ids = [isinstance(part, int) and part > SMALLEST_ID for part in identity]
-        if identity and all(are_ids):
-            return tuple(sorted(self._index_of.get(part, -1) for part in identity))
-        return tuple(self._with_indices(part) for part in identity)
+    def read(self, loss: Tensor, num_samples: int, num_targets: Number | None) -> list[Reading]:
+        """Read the terms of a micro-batch's loss: see `TermReader.read`."""
+        num_changed = self.reader.stack_sizes.num_changed
+        readings = self.reader.read(loss, num_samples, num_targets)
+        if self.reader.stack_sizes.num_changed != num_changed and self.readings:
+            self.repeat_misread(OTHER_STACKS)
+        return readings
 
     def has_sums_of(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether a backward of this window has reached one of these parameters."""
-        reached = self.sums.reached()
-        return any(reached[self._index_of[id(p)]] for p in parameters if id(p) in self._index_of)
+        known = {id(parameter) for parameter in parameters}
+        reached = zip(self.parameters, self.sums.reached(), strict=True)
+        return any(is_reached and id(parameter) in known for parameter, is_reached in reached)
 
     # Adding
 
@@ -286,41 +233,18 @@ class WindowGradient:
             times: What they are multiplied by.
         """
         multiples = [None if gradient is None else gradient * times for gradient in gradients]
-        for parameter, gradient, earlier in zip(
-            self.parameters, self._after_hooks(multiples), self.earlier, strict=True
-        ):
-            if gradient is not None:
-                parameter.grad = gradient if earlier is None else earlier + gradient
-        self._note_shown([parameter.grad for parameter in self.parameters])
+        self.shown.set_beside_earlier(self._after_hooks(multiples))
 
     def show_unfinished(self) -> None:
         """Let `.grad` be the sums so far, as another backward of the micro-batch is expected: only
         so a change of it is seen that comes before `finish` (see `is_changed`).
         """
-        if self.backend.is_sharded:  # FSDP keeps its sums there
-            return
-        sums = self.sums.unfinished()
-        for parameter, gradient in zip(self.parameters, sums, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient
-        self._note_shown(sums)
-
-    def _note_shown(self, gradients: Gradients) -> None:
-        """Remember what `.grad` is now, where it is not None."""
-        self._shown = [None if g is None else (g, g._version) for g in gradients]
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether this window has set `.grad`."""
-        return self._shown is not None
+        if not self.backend.is_sharded:  # FSDP keeps its sums there
+            self.shown.set(self.sums.unfinished())
 
     def is_changed(self) -> bool:
         """Whether the loop has changed `.grad` since it was last set in this window."""
-        if self._shown is None or self.backend.is_sharded:
-            return False
-        now = [parameter.grad for parameter in self.parameters]
-        pairs = [(a, b) for a, b in zip(now, self._shown, strict=True) if b is not None]
-        return any(a is not shown or shown._version != version for a, (shown, version) in pairs)
+        return not self.backend.is_sharded and self.shown.is_changed()
 
     def repeat_misread(self, reason: str) -> None:
         """Let the window be computed once more, because its terms will be read in another way."""
@@ -330,12 +254,9 @@ class WindowGradient:
     def begin_again_if_zeroed(self) -> None:
         """Begin a window by hand again if the loop has set the gradients that `show` set to zero,
         before the first backward, or after any."""
-        now: Gradients = [parameter.grad for parameter in self.parameters]
-        if self._shown is None:
-            self.earlier = now
-            return
-        pairs = [(a, b) for a, b in zip(now, self._shown, strict=True) if b is not None]
-        if pairs and all(a is None or _is_zeroed(a, *b) for a, b in pairs):
+        if not self.shown.is_set:
+            self.shown.begin()
+        elif self.shown.is_zeroed():
             self.begin()
 
     def _terms_to_group(self, readings: Sequence[Reading]) -> list[Reading]:
@@ -453,25 +374,16 @@ class WindowGradient:
         self._add_totals(readings)
         if not self._agree_on_groups(can_repeat):
             # An earlier backward of the window showed its sums, or FSDP has reduced them there.
-            self.withdraw()
+            self.shown.withdraw()
             return False
         if self.num_backwards > 1 or self.backend.num_processes > 1:
-            self.stack_sizes.settle()
+            self.reader.stack_sizes.settle()
         means = self.sums.mean_gradients()
         if adds:
             self.show(means, times=1)
             return True
-        gradients = self._after_hooks(means)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient
-        self._note_shown(gradients)
+        self.shown.set(self._after_hooks(means))
         return True
-
-    def withdraw(self) -> None:
-        """Set `.grad` back to what it was before the window, which is computed once more."""
-        set_gradients(self.parameters, self.earlier)
-        self._shown = None
 
     def mean_so_far(self, *, is_padded: bool) -> Gradients:
         """Return the gradient of the mean loss of the micro-batches so far, summed over all ranks,
@@ -520,7 +432,8 @@ class WindowGradient:
         if self.sums.groups is None and self.grouping.structure:
             self._regroup()  # this rank had fillers only, but sends as many numbers as the others
         if self.backend.num_processes > 1 and self._is_new_anywhere():
-            self._merge_stack_sizes()
+            if self.reader.merge_stacks(self.backend):  # all read the same terms from now on
+                self.repeat_misread(OTHER_STACKS)
             self._merge_same_terms()
             self._merge_groups()
         groups = self.sums.groups or []
@@ -555,36 +468,20 @@ class WindowGradient:
         self._decide_terms(keys, found["factors"])
         if self.undecided is not None:
             return False
-        self._check_factors(keys, found["factors"])
+        check_factors(keys, found["factors"], self._name_of)
         if found["factors"]:
             self._lone_terms.note(self._factors, present_terms(keys, found["factors"]))
-        if self._split_groups(groups, found["ratios"]):
+        (num_samples,) = found["num_samples"]
+        shares = shares_of_samples(groups, found["of_groups"], num_samples, self._name_of)
+        if self._split_groups(groups, found["ratios"]) or self._miscounts_penalties(found, shares):
             dead_end = self._failure_or_dead_end(can_repeat)
             if dead_end is not None:
                 raise dead_end
             return False
         if self.backend.is_sharded:
             self.sums.take_shards()
-        self.loss = self.sums.take_totals(loss_sum, found, self._shares_of_samples(groups, found))
+        self.loss = self.sums.take_totals(loss_sum, found, shares)
         return True
-
-    def _shares_of_samples(
-        self, groups: Sequence[Group], found: Mapping[str, list[float]]
-    ) -> list[float]:
-        """Return the share of the window's samples that each group's divisors are of, 1 where they
-        do not count samples. The same on all ranks, which raise LossNotAdditive if it is unknown.
-        """
-        (total,) = found["num_samples"]
-        numbers = iter(found["of_groups"])
-        shares = []
-        for group, number, counts, counts_not in zip(
-            groups, numbers, numbers, numbers, strict=True
-        ):
-            is_complete = number in (0, total)
-            if not is_complete and not counts and not counts_not:
-                raise unknown_share(self._name_of(group.keys[0]))
-            shares.append(number / total if counts and not is_complete else 1.0)
-        return shares
 
     def _sum_over_ranks(
         self, groups: Sequence[Group], keys: Sequence[TermKey], can_repeat: bool
@@ -593,6 +490,7 @@ class WindowGradient:
         by name. Raises an error of any rank on all. A collective, and but for that of the gradients
         the only one of a window that is like the last one.
         """
+        is_alone = self.backend.num_processes == 1
         own = {
             "must_repeat": [float(self.must_repeat is not None)],
             "must_pad": [float(self.must_pad)],
@@ -609,10 +507,11 @@ class WindowGradient:
             "samples": self.samples.sums(),
             "totals": [group.total for group in groups],
             "num_samples": [float(self.samples.number)],
-            "of_groups": [float(n) for g in groups for n in (g.num_samples, *g.counts_samples)],
+            "of_groups": sample_sums(groups),
             "values": self.sums.values,
-            "factors": self._factor_sums(keys),
-            "ratios": self._ratio_sums(groups),
+            "penalties": penalty_sums(groups),
+            "factors": [] if is_alone else factor_sums(keys, self._factors),
+            "ratios": [] if is_alone else ratio_sums(groups),
         }
         status = RankStatus(
             loss=self.sums.loss,
@@ -626,41 +525,11 @@ class WindowGradient:
         found = {name: list(islice(sums, len(numbers))) for name, numbers in own.items()}
         return status.loss, found
 
-    def _factor_sums(self, keys: Sequence[TermKey]) -> list[float]:
-        """Return what shows whether all ranks have the same factors: three numbers for each grouped
-        term, and for the sum of the others', of penalties. Nothing on a single rank.
-        """
-        if self.backend.num_processes == 1:
-            return []
-        others = [factor for key, factor in self._factors.items() if key not in keys]
-        factors = [*(self._factors.get(key) for key in keys), sum(others) if others else None]
-        of_this_rank = [[] if factor is None else [factor] for factor in factors]
-        return [number for numbers in of_this_rank for number in power_sums(numbers)]
-
-    def _ratio_sums(self, groups: Sequence[Group]) -> list[float]:
-        """Return what shows whether the terms of each group have the same proportions on all ranks:
-        three numbers for each term but the first one. Nothing on a single rank.
-        """
-        if self.backend.num_processes == 1:
-            return []
-        ratios = [group.ratios.get(key) for group in groups for key in group.keys[1:]]
-        of_this_rank = [[] if ratio is None else [ratio] for ratio in ratios]
-        return [number for numbers in of_this_rank for number in power_sums(numbers)]
-
     def _split_groups(self, groups: Sequence[Group], sums: Sequence[float]) -> bool:
         """Give each term its own group that has other proportions on another rank, by
-        `_ratio_sums`, and let the window be computed again. The same on all ranks.
+        `ratio_sums`, and let the window be computed again. The same on all ranks.
         """
-        later = [key for group in groups for key in group.keys[1:]]
-        misfits = (
-            [
-                key
-                for i, key in enumerate(later)
-                if squared_differences(tuple(sums[3 * i : 3 * i + 3]))
-            ]
-            if sums
-            else []
-        )
+        misfits = out_of_proportion(groups, sums)
         if misfits and self.backend.is_sharded:
             keys = [key for group in groups for key in group.keys]
             raise _too_many_groups([self._name_of(key) for key in keys])
@@ -668,6 +537,30 @@ class WindowGradient:
             self.grouping.take_out(key)
             self.must_repeat = "processes had terms of the loss in other proportions"
         return bool(misfits)
+
+    def _miscounts_penalties(
+        self, found: Mapping[str, list[float]], shares: Sequence[float]
+    ) -> bool:
+        """Whether the penalties of the window do not count once, by the sums over all ranks: it was
+        not yet known what a micro-batch without targets adds to the divisor, or some micro-batches
+        lack the penalties. Lets the window be computed again; raises LossNotAdditive if it was.
+        """
+        number, counted = found["penalties"]
+        total = found["totals"][0] / shares[0] if number else 0.0
+        is_once = bool(total) and math.isclose(counted, total, rel_tol=RELATIVE_ROUNDING)
+        if not number or is_once:
+            return False
+        if self._has_recounted_penalties:
+            raise LossNotAdditive(
+                "a penalty on parameters counts by the share of the term beside it, which adds up "
+                f"to {counted / (total or 1.0):.4g} in this window, not to 1: some micro-batches "
+                "lack one of both, or no sample of the window is a target. Let each micro-batch "
+                "have the same terms (a term may be 0, as outputs.sum() * 0), and run the backward "
+                "of the penalty apart: accelerator.backward(penalty)."
+            )
+        self._has_recounted_penalties = True
+        self.must_repeat = "a penalty on parameters did not count once"
+        return True
 
     def _decide_terms(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:
         """Let the window be computed again if two of its terms, on any rank, may be one. If that
@@ -695,17 +588,6 @@ class WindowGradient:
         self.must_look = True
         self.must_repeat = "its micro-batches have different terms of the loss"
 
-    def _check_factors(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:
-        """Check that all ranks have the same factors, see `_factor_sums`; all of them raise
-        otherwise.
-        """
-        for index, start in enumerate(range(0, len(sums), 3)):
-            of_term = tuple(sums[start : start + 3])
-            if squared_differences(of_term):
-                is_penalty = index == len(keys)
-                name = "the penalties on parameters" if is_penalty else self._name_of(keys[index])
-                raise factors_differ(name, of_term)
-
     def _name_of(self, key: TermKey) -> str:
         """Return a term in words; of another process if this one has not read it."""
         names = (reading.name for reading in self.readings if reading.key == key)
@@ -724,21 +606,8 @@ class WindowGradient:
 
     def _is_new_anywhere(self) -> bool:
         """Return whether any rank has terms, groups or stacks that it did not have before."""
-        has_new_stacks = self.stack_sizes.num_pairs != self._num_merged_pairs
-        is_new = self._has_new_terms or has_new_stacks or self.same_terms.is_changed
+        is_new = self._has_new_terms or self.reader.has_new_stacks or self.same_terms.is_changed
         return bool(self.backend.max_over_ranks(int(is_new)))
-
-    def _merge_stack_sizes(self) -> None:
-        """Let all ranks know the sizes of all stacks: those of one rank may fit samples by chance.
-        They then read the same terms, in a window that is computed again.
-        """
-        own_keys = {self._with_indices(key): key for key in self.stack_sizes.pairs}
-        own = {name: self.stack_sizes.pairs[key] for name, key in own_keys.items()}
-        for of_rank in self.backend.gather_objects(own):
-            known = {own_keys[name]: pairs for name, pairs in of_rank.items() if name in own_keys}
-            if self.stack_sizes.merge(known):
-                self.repeat_misread("what the loss stacks was found to be no losses of samples")
-        self._num_merged_pairs = self.stack_sizes.num_pairs
 
     def _merge_same_terms(self) -> None:
         """Let all ranks know which keys mean one term."""
@@ -763,12 +632,6 @@ def _out_of_step() -> ConfigError:
         "gradients cannot be summed: call it as often on each of them, for example with "
         "outputs.sum() * 0 for a loss that no sample of a micro-batch has."
     )
-
-
-def _is_zeroed(gradient: Tensor, shown: Tensor, version: int) -> bool:
-    """Whether a gradient was set to 0 since it was shown; it may have been 0 there."""
-    is_changed = gradient is not shown or gradient._version != version
-    return is_changed and not bool(gradient.any())
 
 
 def _too_many_groups(names: Sequence[str]) -> ConfigError:

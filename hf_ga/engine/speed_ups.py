@@ -25,7 +25,7 @@ from hf_ga.draws.keyed import KeyedDraws, KnownDraws
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.parameter_hooks import hooks_suspended
 from hf_ga.engine.slots import Slot
-from hf_ga.engine.sums.divisors import Reading, TermKey, on_host
+from hf_ga.engine.sums.readings import Reading, TermKey, on_host
 from hf_ga.loading.batches import structure_of
 from hf_ga.logs import get_logger
 from hf_ga.model.forward import (

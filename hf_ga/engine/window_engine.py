@@ -39,16 +39,17 @@ from hf_ga.engine.look.footprints import (
     footprints_of,
 )
 from hf_ga.engine.look.looks import Looks
+from hf_ga.engine.look.padding_trial import PaddingTrial
 from hf_ga.engine.look.recorder import OutputRecorder, choices_among_samples, widths_of
 from hf_ga.engine.look.refusals import (
     chosen_among_samples,
     computed_in_two_ways,
     depends_on_company,
 )
-from hf_ga.engine.look.rehearsal import WIDTH_TOLERANCE, Rehearsal
+from hf_ga.engine.look.rehearsal import Rehearsal
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
-from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.engine.sums.readings import Reading, TermKey
 from hf_ga.engine.whole.first_pass import run_first_pass
 from hf_ga.engine.whole.router import WindowRouter
 from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive
@@ -73,9 +74,6 @@ from hf_ga.parallel.rejoin import fsdp2_units
 from hf_ga.speed.cudnn_attention import without_cudnn_attention
 
 logger = get_logger(__name__)
-
-# Padding that makes the differences of samples this many times smaller is needed.
-MIN_IMPROVEMENT = 3.0
 
 
 class WindowEngine:
@@ -138,8 +136,7 @@ class WindowEngine:
         self._follows_rehearsal = False  # by hand: each micro-batch of the current window
         self._state: LoaderState | None = None
         self._modes: tuple[tuple[bool, ...], ...] | None = None  # of modules, at the last rehearsal
-        self._tries_padding = False
-        self._unpadded_difference = 0.0  # of a window before it was padded on trial
+        self._padding_trial = PaddingTrial()
         self._warnings = Warnings(logger)
         self._is_full_batch = False  # the current window is one micro-batch
         self._terms_in_two_widths: set[TermKey] = set()  # that samples were compared in
@@ -244,17 +241,7 @@ class WindowEngine:
         self._is_rehearsed = is_rehearsed or keeps_rehearsal
         self._is_full_batch = is_full_batch
         self.looks.begin_window(is_rehearsed=is_rehearsed, may_ask=looks)
-        parameters = list(parameters)
-        # By identity: equality would compare elements, of a parameter with those of its shards.
-        known = [] if self.gradient is None else self.gradient.parameters
-        if self.gradient is None or list(map(id, known)) != list(map(id, parameters)):
-            if parameters or not self.backend.is_stage:  # those of a stage may all be frozen
-                check_trainable(models, parameters, self.backend.num_processes)
-            if self.backend.is_sharded:
-                _warn_of_hooks(parameters)
-            self.draws.weight_shapes = frozenset(p.shape for p in parameters)
-            self.gradient = WindowGradient(self.backend, parameters)
-            self.gradient.checks.trusts_numbers = self.trusts_num_targets
+        self._use_parameters(models, list(parameters))
         if not goes_on:
             self.gradient.backend = self.backend
             self.gradient.begin(chunk_tree)
@@ -265,29 +252,16 @@ class WindowEngine:
         self.gradient.sums.is_full_batch = divides
         for model in models:
             backend.begin(model)
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = False  # `finish` sums the gradients
-                # DDP would search for unused parameters, and for that return copies of outputs.
-                model.find_unused_parameters = False
-                model.static_graph = False
+            _switch_off_reducer(model)
         is_width_tried = state is None or state.is_width_tried
         self.gradient.tries_widths = looks and not self.looks.is_on and not is_width_tried
         self.gradient.tries_terms = None if self.looks.is_on else looks
         # Micro-batches of other sizes follow, or there is only one.
-        self.gradient.stack_sizes.may_change = is_rehearsed or is_full_batch
-        self.gradient.stack_sizes.may_repeat = looks
+        self.gradient.reader.stack_sizes.may_change = is_rehearsed or is_full_batch
+        self.gradient.reader.stack_sizes.may_repeat = looks
         if not keeps_rehearsal:
             self._rehearsal = Rehearsal() if is_rehearsed else None
-        if is_rehearsed:
-            bare_models = [unwrapped(model) for model in models]
-            # torch.compile would trace hooks of submodules, and compile again in each call.
-            is_traced = any(is_compiled(model) for model in bare_models)
-            recording = self._recorder.recording(bare_models, with_submodules=not is_traced)
-            self._window_contexts.enter_context(recording)
-            if not self.backend.is_sharded:
-                self._weight_check.start(parameters, sees_modules=not is_traced)
-        elif self.watches_weights and not goes_on and not self.backend.is_sharded:
-            self._weight_check.start(parameters, sees_modules=False)
+        self._watch(models, is_rehearsed=is_rehearsed)
         # What is compiled for rows is not compiled for padded samples, too.
         if is_rehearsed and self.speed_ups.may_run_rows(models):
             self._window_contexts.enter_context(force_eager())
@@ -299,6 +273,35 @@ class WindowEngine:
             max_tokens=None if request is None else request.max_tokens,
         )
         self._window_contexts.enter_context(speed_ups)
+
+    def _use_parameters(
+        self, models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        """Make the sums of a run that begins, or goes on with other parameters."""
+        # By identity: equality would compare elements, of a parameter with those of its shards.
+        known = [] if self.gradient is None else self.gradient.parameters
+        if self.gradient is not None and list(map(id, known)) == list(map(id, parameters)):
+            return
+        if parameters or not self.backend.is_stage:  # those of a stage may all be frozen
+            check_trainable(models, parameters, self.backend.num_processes)
+        if self.backend.is_sharded:
+            _warn_of_hooks(parameters)
+        self.draws.weight_shapes = frozenset(p.shape for p in parameters)
+        self.gradient = WindowGradient(self.backend, parameters)
+        self.gradient.checks.trusts_numbers = self.trusts_num_targets
+
+    def _watch(self, models: Sequence[nn.Module], *, is_rehearsed: bool) -> None:
+        """Record the outputs of a rehearsal until the window's end, and note weights."""
+        if is_rehearsed:
+            bare_models = [unwrapped(model) for model in models]
+            # torch.compile would trace hooks of submodules, and compile again in each call.
+            is_traced = any(is_compiled(model) for model in bare_models)
+            recording = self._recorder.recording(bare_models, with_submodules=not is_traced)
+            self._window_contexts.enter_context(recording)
+            if not self.backend.is_sharded:
+                self._weight_check.start(self.gradient.parameters, sees_modules=not is_traced)
+        elif self.watches_weights and not self._goes_on and not self.backend.is_sharded:
+            self._weight_check.start(self.gradient.parameters, sees_modules=False)
 
     def count_experts(
         self,
@@ -633,14 +636,11 @@ class WindowEngine:
         two widths differ a little: that may be rounding, or an effect of the padding (a model
         without a mask).
         """
-        rehearsal = self._rehearsal
-        is_small = rehearsal.largest_difference <= WIDTH_TOLERANCE or rehearsal.is_low_precision
-        if is_small or not rehearsal.has_other_width or self._goes_on:
+        if self._goes_on or self._request.pad_to_window:
             return
-        if self._request.pad_to_window or self._state is None or self._state.is_padding_tried:
+        if self._state is None or self._state.is_padding_tried:
             return
-        self.gradient.must_pad = True
-        self._unpadded_difference = rehearsal.largest_difference
+        self.gradient.must_pad |= self._padding_trial.asks(self._rehearsal)
 
     def _choices(
         self, loss: Tensor, readings: Sequence[Reading], num_samples: int
@@ -721,9 +721,7 @@ class WindowEngine:
         is_padded = self._request is not None and self._request.pad_to_window
         max_micro_batches = 1 if self._request is None else self._request.max_micro_batches
         gradient.checks.compares_rehearsal = max_micro_batches > 1 or self._rehearsal is not None
-        if self._tries_padding and self._rehearsal is not None:
-            difference = self._rehearsal.largest_difference
-            gradient.needs_padding |= difference * MIN_IMPROVEMENT < self._unpadded_difference
+        gradient.needs_padding |= self._padding_trial.helps(self._rehearsal)
         if can_repeat and self._request is not None:
             gradient.samples.expect(self._request.positions)
         gradient.computed = self.speed_ups.computed
@@ -744,7 +742,7 @@ class WindowEngine:
             if self.looks.end() and state is not None:
                 state.is_width_tried = True  # also if its batches cannot be padded
             gradient.must_repeat = "it was tried with a rehearsal"
-            gradient.withdraw()
+            gradient.shown.withdraw()
             is_done = False
         if not is_done:
             self.restore_buffers()
@@ -753,21 +751,9 @@ class WindowEngine:
         if state is None:
             return is_done
         if gradient.must_pad:
-            state.pad_to_window = True
-            self._tries_padding = True
-        elif is_done and self._tries_padding:
-            self._tries_padding = False
-            self._unpadded_difference = 0.0
-            state.is_padding_tried = True
-            state.pad_to_window = gradient.needs_padding
-            if gradient.needs_padding and state.has_unpadded:
-                logger.warning(
-                    "hf_ga: padding changes the gradient of a sample in this window, which it did "
-                    "not in the samples that were compared before. From now on windows are padded "
-                    "to their longest sample; the updates so far may depend on how their windows "
-                    "were split. To rule that out, start again with a collate function that pads "
-                    "all samples to one length."
-                )
+            self._padding_trial.begin(state)
+        elif is_done:
+            self._padding_trial.end(state, needs_padding=gradient.needs_padding)
         state.has_unpadded |= is_done and not is_padded
         if is_done:
             state.computed = gradient.computed
@@ -823,6 +809,16 @@ def trainable_parameters(
         parameters += [p for group in optimizer.param_groups for p in group["params"]]
     by_id = {id(parameter): parameter for parameter in parameters}
     return [parameter for parameter in by_id.values() if parameter.requires_grad]
+
+
+def _switch_off_reducer(model: nn.Module) -> None:
+    """Let DDP sum no gradients, as `finish` does, and search for no unused parameters, for which it
+    would return copies of outputs.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = False
+        model.find_unused_parameters = False
+        model.static_graph = False
 
 
 def _warn_of_hooks(parameters: Sequence[nn.Parameter]) -> None:

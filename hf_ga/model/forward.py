@@ -5,7 +5,7 @@ state of a model around a forward: training modes, buffers, gradients and torch.
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -345,7 +345,8 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    attributes = plain_attributes(modules) if with_attributes else []
+    # All of them: what is plain is sorted out if they are restored, which is rare.
+    attributes = [(module, vars(module).copy()) for module in modules] if with_attributes else []
 
     def restore() -> None:
         """Restore what the model held when `snapshot_state` was called."""
@@ -353,22 +354,23 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
             for module, name, buffer, value in saved:
                 module._buffers[name] = buffer
                 buffer.copy_(value)
-        for module, name, value in attributes:
-            if vars(module).get(name) is not value:
-                vars(module)[name] = value
+        for module, before in attributes:
+            for name, value in plain_attributes(module, before):
+                if vars(module).get(name) is not value:
+                    vars(module)[name] = value
 
     return restore
 
 
-def plain_attributes(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
-    """Return (module, name, value) of attributes that are numbers, texts or tensors; without those
-    of wrappers, torch's own, and outputs of a forward, which are no state.
+def plain_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return those attributes of a module that are numbers, texts or tensors; without those of
+    wrappers, torch's own, and outputs of a forward, which are no state.
     """
+    if isinstance(module, WRAPPERS):
+        return []
     return [
-        (module, name, value)
-        for module in modules
-        if not isinstance(module, WRAPPERS)
-        for name, value in vars(module).items()
+        (name, value)
+        for name, value in attributes.items()
         if type(value) in PLAIN_TYPES and name not in OF_TORCH
         if not isinstance(value, Tensor) or value.grad_fn is None
     ]

@@ -223,7 +223,27 @@ def mean_of_longer(outputs: Tensor, batch: Batch) -> Tensor:
     return (outputs[:, 0, 0].pow(2) * is_target).mean()
 
 
+def sum_of_longer(outputs: Tensor, batch: Batch) -> Tensor:
+    """A sum that some micro-batches have no target of, divided by the number of samples."""
+    mask = batch["mask"]
+    losses = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+    chosen = mask * (mask.sum(1, keepdim=True) > 2)
+    return (losses * chosen).sum() / len(outputs)
+
+
+@pytest.mark.parametrize("loss_of", [mean_of_longer, sum_of_longer])
 @pytest.mark.parametrize("batch_size", [4, 2, 1])
-def test_a_penalty_counts_once_beside_a_mean_without_targets(batch_size):
-    found = accumulated(hf_ga.Accelerator, mean_of_longer, batch_size, penalized=True)
-    assert error(found, full_batch(mean_of_longer, penalized=True)) < 1e-6
+def test_a_penalty_counts_once_beside_a_loss_without_targets(loss_of, batch_size):
+    found = accumulated(hf_ga.Accelerator, loss_of, batch_size, penalized=True)
+    assert error(found, full_batch(loss_of, penalized=True)) < 1e-6
+
+
+def mean_over_none(outputs: Tensor, batch: Batch) -> Tensor:
+    mask = batch["mask"] * 0
+    losses = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+    return (losses * mask).sum() / mask.sum().clamp(min=1)
+
+
+def test_a_penalty_beside_no_target_at_all_is_refused():
+    with pytest.raises(hf_ga.errors.LossNotAdditive, match="penalty on parameters"):
+        accumulated(hf_ga.Accelerator, mean_over_none, 2, penalized=True)

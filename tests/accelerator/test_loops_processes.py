@@ -99,6 +99,19 @@ def test_a_factor_that_is_drawn_for_each_update_may_be_allowed():
     assert all(isinstance(weights, torch.Tensor) for weights in found), found
 
 
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_a_factor_of_its_own_on_a_rank_is_refused(size):
+    """Which no rank can see by itself."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        factor = 1.0 + accelerator.process_index
+        accelerator.backward(factor * F.cross_entropy(model(x), y))
+
+    loop = Loop(plain, iteration=iteration)
+    (said,) = for_each({"": partial(loop.run, Accelerator)}, [size]).values()
+    assert all("differs between processes" in str(text) for text in said), said
+
+
 def test_other_numbers_of_backwards_on_a_rank_are_refused():
     """In the last micro-batch of a window that is not rehearsed."""
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hf_ga
 from hf_ga.engine.checks.lone_terms import NUM_WINDOWS, LoneTerms
-from hf_ga.engine.sums.divisors import present_terms
+from hf_ga.engine.sums.agreement import present_terms
 
 
 def test_a_term_that_is_missing_for_long_is_warned_of_once(caplog):

@@ -71,8 +71,8 @@ class WindowChecks:
         is_new = now is not None and not set(gradient.parameters).issuperset(now)
         if is_late or is_new:
             raise late_parameters()
-        if not gradient.is_shown:
-            check_no_foreign_gradients(gradient.parameters, gradient.earlier)
+        if not gradient.shown.is_set:
+            check_no_foreign_gradients(gradient.parameters, gradient.shown.earlier)
 
     def check_loss(self, loss: Any, num_targets: float | Tensor | None) -> None:
         """Check that a loss is not divided by the accumulation steps, and note whether it is

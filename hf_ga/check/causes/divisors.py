@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_ga.check.steps import CheckContext, device_of
 from hf_ga.engine.own_loop import OwnLoop
-from hf_ga.engine.sums.divisors import Reading, TermKey, on_host
+from hf_ga.engine.sums.readings import Reading, TermKey, on_host
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import DataError, LossNotAdditive
 from hf_ga.loading.batches import IGNORED_LABEL

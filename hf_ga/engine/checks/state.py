@@ -152,7 +152,11 @@ class StateCheck:
         ]
         for buffer in self._buffers:
             self._first_buffers.setdefault((buffer.module, buffer.name), buffer)
-        self._attributes = plain_attributes(module.modules())
+        self._attributes = [
+            (inner, name, value)
+            for inner in module.modules()
+            for name, value in plain_attributes(inner, vars(inner))
+        ]
         self._restore = snapshot_state(module)
         self._mark = self._draws.mark()
 

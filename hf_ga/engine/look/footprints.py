@@ -16,7 +16,7 @@ from hf_ga.engine.look.recorder import (
     Watched,
     edges_inside,
 )
-from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.engine.sums.readings import Reading, TermKey
 from hf_ga.errors import LossNotAdditive
 from hf_ga.loss import undivided
 from hf_ga.model.precision import LOW_PRECISION

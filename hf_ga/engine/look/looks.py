@@ -17,7 +17,7 @@ from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.look.recorder import widths_of
 from hf_ga.engine.look.rehearsal import Rehearsal
 from hf_ga.engine.slots import Slot
-from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.engine.sums.readings import Reading, TermKey
 from hf_ga.errors import LossNotAdditive
 from hf_ga.loading.batches import structure_of
 from hf_ga.logs import get_logger

@@ -21,7 +21,7 @@ from hf_ga.engine.look.footprints import (
     Footprints,
 )
 from hf_ga.engine.look.recorder import INSIDE, Place
-from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.engine.sums.readings import Reading, TermKey
 
 FLOOR = 1e-6  # of the largest value: what is smaller is rounding
 # A relative difference between two widths above which it is tried whether padding removes it. That

@@ -9,20 +9,16 @@ added, or depends on the padded width.
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
+from hf_ga.engine.sums.readings import Reading, TermKey
 from hf_ga.errors import LossNotAdditive
 from hf_ga.logs import get_logger
-from hf_ga.loss import Term, describe
 
 logger = get_logger(__name__)
 
-TermKey = Hashable
-Number = float | Tensor
 RELATIVE_ROUNDING = 1e-5  # of sums that are computed in float32
 BY_TARGETS = "targets"
 BY_NONZERO = "targets with a weight"
@@ -34,91 +30,6 @@ NO_SUCH_FACTOR = (
     "targets, divide a sum by the number that it stands for, or pass num_targets."
 )
 ALL_KINDS = {BY_TARGETS, BY_NONZERO, BY_SAMPLES, BY_NOTHING}
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One term of the loss of one micro-batch.
-
-    Attributes:
-        key: What the term is, the same in every micro-batch and on every rank.
-        term: The term as it was read. None: the loop passed a sum and its number of targets.
-        num_samples: Number of samples of the micro-batch.
-        divisor: What the term divides by.
-        count: What its numerator sums over. None: unknown.
-        factor: What the loss multiplies the term by.
-        num_elements: Number of elements of what it sums over, without masks. None: unknown.
-        num_nonzero: Number of them whose weight is not 0. None: unknown.
-        class_weights: The class weights of a cross entropy, or None.
-        is_zero: Whether the sum that the loop passed is 0. None: it passed a mean.
-        ignores_width: Whether what it sums over depends on how wide rows are padded.
-        is_counted: Whether the micro-batch belongs to the window. False for a rehearsal.
-    """
-
-    key: TermKey
-    term: Term | None
-    num_samples: int
-    divisor: Number
-    count: Number | None
-    factor: Number
-    num_elements: int | None = None
-    num_nonzero: Number | None = None
-    class_weights: Tensor | None = None
-    is_zero: Number | None = None
-    ignores_width: bool = False
-    is_counted: bool = True
-
-    @property
-    def name(self) -> str:
-        """The term in words, for error messages."""
-        return "the sum with num_targets" if self.term is None else describe(self.term)
-
-    @property
-    def is_switched_off(self) -> bool:
-        """Whether the term has no part in the loss; a factor on an accelerator is not read."""
-        return isinstance(self.factor, float) and self.factor == 0.0
-
-    def without_graph(self) -> "Reading":
-        """Return what is needed after the backward."""
-        return self if self.term is None else replace(self, term=self.term.without_graph())
-
-
-def on_host(readings: Sequence[Reading]) -> list[Reading]:
-    """Copy the numbers of readings to the host, in one transfer."""
-    tensors = [
-        value for reading in readings for value in _numbers(reading) if isinstance(value, Tensor)
-    ]
-    if not tensors:
-        return list(readings)
-    stacked = torch.stack([tensor.detach().double().reshape(()) for tensor in tensors])
-    values = iter(stacked.tolist())
-
-    def number(value: Number | None) -> float | None:
-        """Return the value on the host."""
-        return next(values) if isinstance(value, Tensor) else value
-
-    return [
-        replace(
-            reading,
-            divisor=number(reading.divisor),
-            count=number(reading.count),
-            factor=number(reading.factor),
-            num_nonzero=number(reading.num_nonzero),
-            is_zero=number(reading.is_zero),
-        )
-        for reading in readings
-    ]
-
-
-def _numbers(reading: Reading) -> tuple[Number | None, ...]:
-    """Return what may be on the device, in the order of `on_host`."""
-    return (
-        reading.divisor,
-        reading.count,
-        reading.factor,
-        reading.num_nonzero,
-        reading.is_zero,
-    )
 
 
 def true_divisor(reading: Reading) -> float:
@@ -329,64 +240,6 @@ def factors_of(readings: Sequence[Reading]) -> dict[TermKey, float]:
         for reading in readings
         if reading.is_counted and true_divisor(reading)
     }
-
-
-def power_sums(numbers: Sequence[float]) -> tuple[float, float, float]:
-    """Return what ranks add up to compare numbers: how many there are, their sum, and that of their
-    squares.
-    """
-    return float(len(numbers)), sum(numbers), sum(number**2 for number in numbers)
-
-
-def squared_differences(sums: tuple[float, float, float]) -> float:
-    """Return the sum of the squared differences of all pairs of numbers; 0 if it is rounding.
-
-    Args:
-        sums: Their `power_sums`, added up over all ranks.
-    """
-    number, total, total_of_squares = sums
-    differences = number * total_of_squares - total**2
-    return differences if differences > number * total_of_squares * RELATIVE_ROUNDING**2 else 0.0
-
-
-def present_terms(keys: Sequence[TermKey], sums: Sequence[float]) -> list[TermKey]:
-    """Return the terms that any rank has.
-
-    Args:
-        keys: The terms.
-        sums: The `power_sums` of each, three numbers, of which the first counts the ranks.
-    """
-    return [key for index, key in enumerate(keys) if sums[3 * index]]
-
-
-def unknown_share(name: str) -> LossNotAdditive:
-    """Return the error for a divided sum that some micro-batches lack, or have no targets of.
-
-    Args:
-        name: The term in words.
-    """
-    return LossNotAdditive(
-        f"{name}: some micro-batches lack this sum or have no target of it, and in the others it "
-        "divides by what may be the number of targets, that of samples or a constant, so it cannot "
-        "be known what the full batch divides by. Let larger micro-batches have the sum, which may "
-        "be 0 (without the condition, an empty sum is), or pass the sum and its number of targets: "
-        "accelerator.backward(sum, num_targets=n)."
-    )
-
-
-def factors_differ(name: str, sums: tuple[float, float, float]) -> LossNotAdditive:
-    """Return the error for a term that has another factor on another rank.
-
-    Args:
-        name: The term in words.
-        sums: The `power_sums` of the factors, added up over all ranks.
-    """
-    number, total, _ = sums
-    difference = math.sqrt(squared_differences(sums)) / abs(number)
-    return LossNotAdditive(
-        f"{name}: its factor in the loss differs between processes in the same window, by about "
-        f"{difference:.3g} (mean {total / number:.6g}), so {NO_SUCH_FACTOR}"
-    )
 
 
 def _check_class_weights(readings: Sequence[Reading]) -> None:

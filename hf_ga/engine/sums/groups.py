@@ -9,7 +9,8 @@ proportions need a buffer, and a backward, each.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hf_ga.engine.sums.divisors import RELATIVE_ROUNDING, TermKey
+from hf_ga.engine.sums.divisors import RELATIVE_ROUNDING
+from hf_ga.engine.sums.readings import TermKey
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Group:
         num_samples: Number of samples of the micro-batches of this rank that have the first term,
             and of which it is known what it divides by.
         counts_samples: Whether its divisor is of samples, and whether it is not.
+        of_penalties: The first term's divisors in the micro-batches of this rank that have
+            penalties beside it, as far as was known then: they count by their share of the total.
     """
 
     keys: list[TermKey]
@@ -32,6 +35,7 @@ class Group:
     total: float = 0.0
     num_samples: int = 0
     counts_samples: tuple[bool, bool] = (False, False)
+    of_penalties: list[float] = field(default_factory=list)
 
     def fits(self, divisors: Mapping[TermKey, float]) -> bool:
         """Whether the divisors of a micro-batch are in the group's proportions."""

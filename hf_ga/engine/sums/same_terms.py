@@ -10,7 +10,7 @@ tells which is true: it shows both keys in the second case only.
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
-from hf_ga.engine.sums.divisors import TermKey
+from hf_ga.engine.sums.readings import TermKey
 
 Pair = frozenset[TermKey]
 

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from hf_ga.engine.parameter_hooks import hooks_suspended
 from hf_ga.engine.sums.chunk_sums import ChunkSums
-from hf_ga.engine.sums.divisors import Reading, TermKey, is_empty
+from hf_ga.engine.sums.divisors import is_empty
 from hf_ga.engine.sums.groups import Group
+from hf_ga.engine.sums.readings import Reading, TermKey
+from hf_ga.engine.sums.shown_gradients import Gradients, set_gradients
 from hf_ga.loss import undivided
 from hf_ga.model.precision import sum_dtype
 from hf_ga.order.chunks import ChunkTree
 from hf_ga.parallel.backend import Backend
 
-Gradients = list[Tensor | None]
 # Returns the context of a backward, in which a sharded model reduces its gradients.
 Sync = Callable[[], AbstractContextManager[None]]
 
@@ -152,6 +153,9 @@ class WindowSums:
             scales = _full_batch_scales(readings, divisors)
             self._backward_into(0, loss, readings, scales, retain_graph, sync)
             used = []
+        elif has_penalties:
+            group = self.groups[0]
+            group.of_penalties.append(float(divisors.get(group.keys[0], 0.0)))
         for index in used:
             scales = self._scales_of(index, readings, divisors)
             is_kept = retain_graph or index != used[-1]
@@ -495,12 +499,6 @@ class WindowSums:
         summed = [parameter.grad for parameter in self._parameters]
         set_gradients(self._parameters, kept)
         return summed
-
-
-def set_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
-    """Set `.grad` of all parameters."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
 
 
 def _add_scaled(result: Gradients, buffer: Gradients, factor: float) -> None:

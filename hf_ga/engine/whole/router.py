@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hf_ga.engine.slots import Slot
-from hf_ga.engine.sums.divisors import RELATIVE_ROUNDING, Number, Reading
+from hf_ga.engine.sums.divisors import RELATIVE_ROUNDING
+from hf_ga.engine.sums.readings import Number, Reading
 from hf_ga.engine.whole.router_losses import Router, balancing_loss
 from hf_ga.errors import LossNotAdditive
 from hf_ga.loss.identity import VIEWS
