@@ -46,6 +46,7 @@ from hf_ga.order.length_plan import Computed
 from hf_ga.parallel.backend import Backend, RankStatus
 
 LARGEST_ITERATION = 1 << 10  # numbers that ranks compare are exact
+PENALTY_NOT_ONCE = "a penalty on parameters did not count once"
 OTHER_STACKS = "what the loss stacks was found to be no losses of samples"
 
 
@@ -135,6 +136,7 @@ class WindowGradient:
         self.grouping.keep_apart(chunk_tree is not None)
         self.sums.begin(chunk_tree)
         self._has_new_terms = False
+        self._shared_penalties: set[TermKey] = set()  # that counted by a share in this window
         self._factors: dict[TermKey, float] = {}  # of this rank's terms, at the window's end
         self.shown.begin()
 
@@ -192,6 +194,7 @@ class WindowGradient:
         if len(readings) > 1:
             data_terms = on_host(data_terms)  # to compare the proportions of their divisors
         groups = self._groups_for(data_terms)
+        self._shared_penalties |= {r.key for r in readings} - {r.key for r in data_terms}
         if self.backend.is_sharded and len(groups) > 1:
             raise _too_many_groups([reading.name for reading in data_terms])
         self.readings += [reading.without_graph() for reading in readings]
@@ -438,6 +441,8 @@ class WindowGradient:
             self._merge_groups()
         groups = self.sums.groups or []
         keys = [key for group in groups for key in group.keys]
+        if not self._shared_penalties.isdisjoint(keys):  # alone in another micro-batch
+            self.must_repeat = PENALTY_NOT_ONCE
         if self.must_pad:
             self.must_repeat = (
                 "a sample's gradient, or a divisor, depends on the padded width or on the other "
@@ -551,7 +556,7 @@ class WindowGradient:
         if not number or is_once:
             return False
         if not total and any(totals):  # terms that the loss had earlier
-            self.grouping.put_first([index for index, total in enumerate(totals) if total])
+            self.grouping.put_first([index for index, value in enumerate(totals) if value])
         elif self._has_recounted_penalties:
             raise LossNotAdditive(
                 "a penalty on parameters counts by the share of the term beside it, which adds up "
@@ -562,7 +567,7 @@ class WindowGradient:
             )
         else:
             self._has_recounted_penalties = True
-        self.must_repeat = "a penalty on parameters did not count once"
+        self.must_repeat = PENALTY_NOT_ONCE
         return True
 
     def _decide_terms(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:

@@ -13,6 +13,7 @@ from hf_ga.loss.nodes.means import CROSS_ENTROPIES, SUMS, reduced_shape
 from hf_ga.loss.nodes.saved import Number, output_shape, saved, signed
 from hf_ga.loss.nodes.values import value_of
 from hf_ga.loss.penalty import PARAMETER
+from hf_ga.loss.within import selects_below
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -111,6 +112,11 @@ class Term:
         # Scores of a single sample may have no dim of samples.
         width = logits.shape[1] if logits.dim() > 1 else len(logits)
         return signed(saved(self.node, "ignore_index")) == width
+
+    def selects(self) -> bool:
+        """Whether a mean is over elements that an index or a mask selected, as far as is seen."""
+        is_mean = self.node_divides and self.is_shape_divisor
+        return is_mean and any(map(selects_below, self.nodes))
 
     def num_nonzero(self) -> Number | None:
         """Return how many elements of the numerator have a weight other than 0. None: unknown."""

@@ -13,8 +13,10 @@ from hf_ga.loss.penalty import ELEMENTWISE, PARAMETER, REDUCTIONS, UNARY, Penalt
 from hf_ga.loss.refusals import refusal
 
 MAX_NODES = 64
+MAX_NODES_TO_SELECTION = 16
 MORE_ELEMENTWISE = {"ExpandBackward0", "MaskedFillBackward0", "WhereBackward0"}
 SELECTIONS = {"IndexBackward0", "SelectBackward0", "UnbindBackward0"}
+SELECTING = {"IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0"}
 ALONG_DIMENSIONS = {"MeanBackward1", "SumBackward1"}
 WALKED = (UNARY - REDUCTIONS) | ELEMENTWISE | VIEWS | MORE_ELEMENTWISE
 
@@ -47,6 +49,19 @@ def check_elements(node: Node, penalties: Penalties, num_samples: int) -> None:
             raise refusal(child, "a sum or mean over samples in the elements of a mean")
         elif _reduces_all(child, index) and not penalties.has(child):
             raise refusal(child, "a number of the whole micro-batch in the elements of a mean")
+
+
+def selects_below(node: Node) -> bool:
+    """Whether an index or a mask selects something in one of the nearest nodes below a node."""
+    waiting = [node]
+    for _ in range(MAX_NODES_TO_SELECTION):
+        if not waiting:
+            return False
+        child = waiting.pop(0)
+        if child.name() in SELECTING:
+            return True
+        waiting.extend(below for below, _ in inputs(child))
+    return False
 
 
 def _reduces_all(node: Node, index: int) -> bool:

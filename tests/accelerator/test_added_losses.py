@@ -231,7 +231,14 @@ def sum_of_longer(outputs: Tensor, batch: Batch) -> Tensor:
     return (losses * chosen).sum() / len(outputs)
 
 
-@pytest.mark.parametrize("loss_of", [mean_of_longer, sum_of_longer])
+def mean_of_some_if_any(outputs: Tensor, batch: Batch) -> Tensor:
+    """A penalty beside it is alone in some micro-batches."""
+    losses = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+    chosen = batch["mask"] * (batch["labels"][:, :1] == 0)
+    return (losses * chosen).sum() / chosen.sum() if chosen.any() else losses.sum() * 0
+
+
+@pytest.mark.parametrize("loss_of", [mean_of_longer, sum_of_longer, mean_of_some_if_any])
 @pytest.mark.parametrize("batch_size", [4, 2, 1])
 def test_a_penalty_counts_once_beside_a_loss_without_targets(loss_of, batch_size):
     found = accumulated(hf_ga.Accelerator, loss_of, batch_size, penalized=True)
@@ -318,3 +325,71 @@ def test_a_loss_of_sums_whose_values_are_unknown_is_said_to_be_inexact(
     is_inexact = is_one_backward and batch_size < 8
     assert ("torch does not keep the values" in caplog.text) == is_inexact
     assert found == pytest.approx([expected] * NUM_WINDOWS, rel=0.1 if is_inexact else 1e-6)
+
+
+def with_masked_mean_if_any(outputs: Tensor, batch: Batch) -> Tensor:
+    """A second mean over all elements, which is left out where it is 0."""
+    chosen = batch["labels"] == 2
+    chosen = chosen & (batch["mask"].sum(1, keepdim=True) > 2)
+    loss = outputs[:, 0, 0].pow(2).mean()
+    return loss + (outputs[..., 1].pow(2) * chosen).mean() if chosen.any() else loss
+
+
+def with_mean_of_chosen_if_any(outputs: Tensor, batch: Batch) -> Tensor:
+    """A second mean over some samples."""
+    chosen = batch["mask"].sum(1) > 2
+    loss = outputs[:, 0, 0].pow(2).mean()
+    return loss + outputs[chosen, 0, 1].pow(2).mean() if chosen.any() else loss
+
+
+@pytest.mark.parametrize("loss_of", [with_masked_mean_if_any, with_mean_of_chosen_if_any])
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_a_mean_that_some_micro_batches_lack(loss_of, batch_size):
+    """Over all samples if weights of 0 leave some out, over those chosen if they were selected."""
+    found = accumulated(hf_ga.Accelerator, loss_of, batch_size)
+    assert error(found, full_batch(loss_of)) < 1e-6
+
+
+def with_mean_of_rows_if_any(outputs: Tensor, batch: Batch) -> Tensor:
+    """A second mean that may be over all samples, or over those of micro-batches that have it."""
+    chosen = (batch["mask"].sum(1, keepdim=True) > 2) * batch["mask"]
+    loss = outputs[:, 0, 0].pow(2).mean()
+    rows = (outputs[..., 1].pow(2) * chosen).sum(1) / chosen.sum(1).clamp(min=1)
+    return loss + rows.mean() if chosen.any() else loss
+
+
+def test_a_mean_of_unknown_samples_is_refused():
+    with pytest.raises(hf_ga.errors.LossNotAdditive, match="some micro-batches lack this"):
+        accumulated(hf_ga.Accelerator, with_mean_of_rows_if_any, 1)
+
+
+def test_a_sum_keeps_the_divisor_of_another_one_whatever_its_own_targets():
+    """In the last window each micro-batch has one target, or none and a divisor raised to 1: its
+    divisors are also those of the samples.
+    """
+    num_chosen = [3, 1, 2, 0, 4, 2, 2, 3, 0, 1]
+    number, size = len(num_chosen), 4
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(number * size, 4, generator=generator)
+    chosen = torch.cat([torch.arange(size) < n for n in num_chosen])
+
+    def loss_of(outputs: Tensor, chosen: Tensor) -> Tensor:
+        losses = outputs.pow(2).sum(1)
+        return (losses.sum() + (losses * chosen).sum()) / chosen.sum().clamp(min=1)
+
+    accelerator = hf_ga.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = DataLoader(list(zip(features, chosen, strict=True)), batch_size=size)
+    model, optimizer, loader = accelerator.prepare(*model_and_optimizer(), loader)
+    reference, _ = model_and_optimizer()
+    reference.double()
+    for index, (x, is_chosen) in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model(x), is_chosen))
+            if accelerator.sync_gradients:
+                window = slice((index - 1) * size, (index + 1) * size)
+                reference.zero_grad()
+                loss_of(reference(features[window].double()), chosen[window]).backward()
+                expected = gradient_of(reference)
+                assert (gradient_of(model) - expected).norm() < 1e-6 * expected.norm()
+            optimizer.step()
+            optimizer.zero_grad()

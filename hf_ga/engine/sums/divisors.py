@@ -69,8 +69,9 @@ class DivisorChecks:
         self.followed: dict[TermKey, set[str]] = {}
         self.trusts_numbers = False
         self.compares_rehearsal = True
-        # Terms that divide by the number of targets of another one in the window, and that one.
-        self._lenders: dict[TermKey, TermKey] = {}
+        # For each term, those whose divisor it had, up to a constant factor, in all windows so far.
+        self._same_as: dict[TermKey, set[TermKey]] = {}
+        self._masked: set[TermKey] = set()  # means over elements, some of which had a weight of 0
         self._has_warned = False
 
     def follows(self, key: TermKey) -> set[str]:
@@ -80,18 +81,30 @@ class DivisorChecks:
     def true_divisors(self, key: TermKey, readings: Sequence[Reading]) -> list[float]:
         """Return what a term adds to the divisor of the window in each micro-batch.
 
+        One without targets adds the number of those of another term, if it always had that one's
+        divisors; but not 1, to which its own may be raised.
+
         Args:
             key: The term.
             readings: Of all terms in these micro-batches, on the host, checked before.
         """
         of_term = [reading for reading in readings if reading.key == key]
-        of_lender = [reading for reading in readings if reading.key == self._lenders.get(key)]
-        if len(of_lender) != len(of_term):
-            return [self.true_divisor(reading) for reading in of_term]
-        return [
-            float(reading.divisor) if self.true_divisor(lender) else 0.0
-            for reading, lender in zip(of_term, of_lender, strict=True)
-        ]
+        divisors = [self.true_divisor(reading) for reading in of_term]
+        if any(reading.term is None or reading.term.is_shape_divisor for reading in of_term):
+            return divisors
+        others = [other for other in self._same_as.get(key, ()) if self.follows(other)]
+        is_lent = bool(others) and not self.follows(key)
+        if is_lent:
+            divisors = [0.0] * len(of_term)
+        for other in others:
+            of_other = [reading for reading in readings if reading.key == other]
+            if len(of_other) != len(of_term):
+                continue
+            for index, (reading, lender) in enumerate(zip(of_term, of_other, strict=True)):
+                may_be_raised = not is_lent and abs(reading.divisor) <= 1
+                if not divisors[index] and not may_be_raised and self.true_divisor(lender):
+                    divisors[index] = float(reading.divisor)
+        return divisors
 
     def true_divisor(self, reading: Reading) -> float:
         """Return what a reading on the host adds that has its own divisor, as far as is known."""
@@ -100,17 +113,21 @@ class DivisorChecks:
         return true_divisor(reading)
 
     def may_count_samples(self, reading: Reading) -> tuple[bool, bool]:
-        """Return whether a term divides a sum by the number of samples, also of micro-batches that
-        lack it (`if chosen.any(): loss += losses[chosen].sum() / len(x)`), and whether it does not.
+        """Return whether a term divides by the number of samples, also of micro-batches that lack
+        it (`if chosen.any(): loss += losses[chosen].sum() / len(x)`), and whether it does not.
 
         Both are False if it is unknown, as in micro-batches all of whose samples are targets, or
         which have as many targets each and may divide by a constant.
         """
         term = reading.term
-        if term is None or term.is_penalty or term.node_divides or reading.key not in self.followed:
+        if term is None or term.is_penalty or not self.follows(reading.key):
             return False, True
         counts_samples = self.follows(reading.key) == {BY_SAMPLES}
-        return counts_samples, self.followed[reading.key].isdisjoint({BY_SAMPLES, BY_NOTHING})
+        if not term.node_divides:
+            return counts_samples, self.followed[reading.key].isdisjoint({BY_SAMPLES, BY_NOTHING})
+        if not counts_samples or not term.is_shape_divisor or reading.selects:
+            return False, True  # a mean over what was chosen
+        return reading.key in self._masked, False
 
     def is_unknown(self, reading: Reading) -> bool:
         """Whether a term has no targets in a micro-batch, and it is unknown whether it divides by
@@ -139,34 +156,32 @@ class DivisorChecks:
             LossNotAdditive: If a divisor follows neither samples nor targets, or a factor differs
                 between micro-batches of the window.
         """
-        self._lenders = {}
         by_term: Mapping[TermKey, list[Reading]] = defaultdict(list)
         for reading in readings:
             if not self.trusts_numbers:
                 self._check_raised(reading)
             if reading.term is not None:
                 by_term[reading.key].append(reading)
-        trusted = []
-        untrusted = []
+        kinds = {}
         for key, of_term in by_term.items():
             self._check_factors([*of_term, *(r for r in switched_off if r.key == key)])
             _check_class_weights(of_term)
             if of_term[0].term.is_penalty:
                 continue
-            possible = _proportional_to(of_term)
-            known = self.followed.get(key, ALL_KINDS)
-            if possible & known - {BY_NOTHING}:
-                self.followed[key] = possible & known
-                trusted.append(of_term)
-            else:
+            kinds[key] = _proportional_to(of_term) & self.followed.get(key, ALL_KINDS)
+            if any(r.num_nonzero is not None and r.num_nonzero < r.divisor for r in of_term):
+                self._masked.add(key)
+        trusted = {key for key, possible in kinds.items() if possible - {BY_NOTHING}}
+        untrusted = []
+        for key, possible in kinds.items():
+            of_term = by_term[key]
+            same = {k for k in trusted - {key} if _have_same_divisors(of_term, by_term[k])}
+            same &= self._same_as.get(key, same)
+            if key not in trusted and not same:
                 untrusted.append(of_term)
-        lenders = [_lender(of_term, trusted) for of_term in untrusted]
-        self._lenders = {
-            of_term[0].key: lender
-            for of_term, lender in zip(untrusted, lenders, strict=True)
-            if lender is not None
-        }
-        untrusted = [of_term for of_term in untrusted if of_term[0].key not in self._lenders]
+                continue
+            self.followed[key] = possible
+            self._same_as[key] = same
         depends_on_width = any(reading.ignores_width for reading in readings)
         if not untrusted and (is_padded or not depends_on_width):
             return True
@@ -217,18 +232,14 @@ class DivisorChecks:
             )
 
 
-def _lender(readings: Sequence[Reading], others: Sequence[Sequence[Reading]]) -> TermKey | None:
-    """Return the term whose divisor a term has in all micro-batches, up to a constant factor: label
-    smoothing divides by the weights of the targets, but sums over all classes. None: there is none.
+def _have_same_divisors(readings: Sequence[Reading], others: Sequence[Reading]) -> bool:
+    """Whether a term has the divisor of another one in all micro-batches, up to a constant factor:
+    label smoothing divides by the weights of the targets, but sums over all classes.
     """
-    divisors = [reading.divisor for reading in readings]
-    for other in others:
-        of_other = [reading.divisor for reading in other]
-        if len(of_other) == len(divisors) and _have_one_ratio(
-            list(zip(divisors, of_other, strict=True))
-        ):
-            return other[0].key
-    return None
+    if len(readings) != len(others):
+        return False
+    pairs = [(r.divisor, other.divisor) for r, other in zip(readings, others, strict=True)]
+    return _have_one_ratio(pairs)
 
 
 def factors_of(readings: Sequence[Reading]) -> dict[TermKey, float]:

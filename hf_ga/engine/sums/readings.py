@@ -30,6 +30,7 @@ class Reading:
         class_weights: The class weights of a cross entropy, or None.
         is_zero: Whether the sum that the loop passed is 0. None: it passed a mean.
         ignores_width: Whether what it sums over depends on how wide rows are padded.
+        selects: Whether it is a mean over elements that were selected.
         is_counted: Whether the micro-batch belongs to the window. False for a rehearsal.
     """
 
@@ -44,6 +45,7 @@ class Reading:
     class_weights: Tensor | None = None
     is_zero: Number | None = None
     ignores_width: bool = False
+    selects: bool = False
     is_counted: bool = True
 
     @property
@@ -152,6 +154,7 @@ class TermReader:
                 num_nonzero=term.num_nonzero(),
                 class_weights=term.class_weights(),
                 ignores_width=term.ignores_width(),
+                selects=term.selects(),
             )
             for key, term in zip(self._keys_of(terms), terms, strict=True)
         ]
