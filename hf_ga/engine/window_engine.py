@@ -749,6 +749,8 @@ class WindowEngine:
             is_done = False
         if not is_done:
             self.restore_buffers()
+        else:
+            self._buffers_before = []  # which may keep outputs of earlier forwards
         if is_done or gradient.is_misread:
             self.looks.forget_attempts()
         if state is None:
