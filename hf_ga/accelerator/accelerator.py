@@ -23,6 +23,7 @@ from hf_ga.accelerator.state import (
     InitialSchedulerState,
     SavedState,
     check_can_save,
+    check_has_loaders,
     folder_to_load,
     loader_positions,
     restore_positions,
@@ -390,11 +391,11 @@ class Accelerator(accelerate.Accelerator):
             The folder of the checkpoint.
 
         Raises:
-            ConfigError: If the window is not complete, because its gradients would be lost.
+            ConfigError: If the window's optimizer step is not done: its gradients would be lost.
             CheckpointError: If a write fails, for example because the disk is full; on all
                 processes.
         """
-        check_can_save(self, is_complete=self.training_loop.is_complete)
+        check_can_save(self, has_updated=self.training_loop.has_updated)
         place = Path(output_dir or self.project_dir)
         if output_dir is not None and self.is_main_process:
             # An earlier checkpoint in this folder is incomplete from now on.
@@ -454,6 +455,9 @@ class Accelerator(accelerate.Accelerator):
 
         If it was saved on another number of processes, learning rate schedules are converted to
         the same number of updates on this one. A window that was begun is given up.
+
+        Raises:
+            CheckpointError: If a training loader of the saved run was not prepared yet.
         """
         folder = folder_to_load(input_dir, self.project_dir)
         super().load_state(input_dir, *args, **kwargs)
@@ -464,6 +468,8 @@ class Accelerator(accelerate.Accelerator):
         self.training_loop.go_on_after(
             num_windows=saved.num_windows, num_updates_by_hand=saved.num_updates_by_hand
         )
+        if self._optimizers:  # those of an evaluation need no position
+            check_has_loaders(self._dataloaders, saved.loaders)
         restore_positions(self._dataloaders, saved.loaders)
         if saved.num_processes != self.num_processes:
             for initial_state in self._initial_scheduler_states:

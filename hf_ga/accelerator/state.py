@@ -123,22 +123,21 @@ class InitialSchedulerState:
                 scheduler.step()
 
 
-def check_can_save(accelerator: accelerate.Accelerator, *, is_complete: bool) -> None:
+def check_can_save(accelerator: accelerate.Accelerator, *, has_updated: bool) -> None:
     """Check, in `save_state`, that a run can resume from a checkpoint that is saved now.
 
     Args:
         accelerator: The accelerator of the loop.
-        is_complete: Whether the loop called `accelerator.backward` for every micro-batch of the
-            current window.
+        has_updated: Whether the optimizer has stepped on all gradients of the current window.
 
     Raises:
-        ConfigError: If the gradients of an incomplete window would be lost, or if saving would
-            crash the process (FSDP1 on a CPU).
+        ConfigError: If gradients of the window would be lost, or if saving would crash the process
+            (FSDP1 on a CPU).
     """
-    if not is_complete:
+    if not has_updated:
         raise ConfigError(
-            "save_state within a window would lose the gradients of its first micro-batches: "
-            "save after optimizer.step(), when accelerator.sync_gradients is true."
+            "save_state before the optimizer's step of a window would lose its gradients: save "
+            "after optimizer.step(), when accelerator.sync_gradients is true."
         )
     is_fsdp1 = is_sharded(accelerator) and not accelerator.is_fsdp2
     if is_fsdp1 and accelerator.device.type == "cpu":
@@ -172,6 +171,24 @@ def restore_positions(loaders: list[Any], positions: list[dict[str, Any] | None]
     for loader, position in zip(loaders, positions, strict=False):
         if position is not None and isinstance(loader, WindowedDataLoader):
             loader.restore_position(position)
+
+
+def check_has_loaders(loaders: list[Any], positions: list[dict[str, Any] | None]) -> None:
+    """Check, in `load_state` of a run that trains, that each position of a checkpoint has a loader.
+
+    Args:
+        loaders: The prepared loaders.
+        positions: The saved positions, as in `restore_positions`.
+
+    Raises:
+        CheckpointError: If one has none: the run would begin its data again.
+    """
+    if any(position is not None for position in positions[len(loaders) :]):
+        raise CheckpointError(
+            f"the checkpoint has positions in {len(positions)} prepared loaders, but this run had "
+            f"prepared {len(loaders)}, and would see other samples: prepare each loader before "
+            "load_state, and once, not again for each epoch."
+        )
 
 
 def folder_to_load(input_dir: str | None, project_dir: str | None) -> Path:

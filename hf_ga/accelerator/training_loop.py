@@ -24,7 +24,6 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hf_ga.accelerator.checks import notices
@@ -36,6 +35,7 @@ from hf_ga.accelerator.checks.misuse import (
     clipped_between,
     clipped_early,
     early_step,
+    has_gradients,
     not_fetched,
     random_collate_by_hand,
     unexpected_backward,
@@ -365,6 +365,14 @@ class TrainingLoop:
         return True
 
     @property
+    def has_updated(self) -> bool:
+        """Whether no gradient of the window is left to step on, so that a checkpoint has it all."""
+        is_open = self.engine.slot is not None and self.engine.num_adds > 0
+        if self.is_complete and is_open and not self._has_stepped:
+            return not has_gradients(self.accelerator._optimizers)
+        return self.is_complete
+
+    @property
     def num_complete_windows(self) -> int:
         """Number of windows of the run whose optimizer step is done, for a checkpoint."""
         is_open = self.engine.slot is not None
@@ -391,7 +399,7 @@ class TrainingLoop:
         self.engine.gradient.iteration = self._num_iterations
         accelerator.step = index + 1
         accelerator.gradient_state._set_sync_gradients(is_last)
-        batch = send_to_device(slot.micro_batch.batch, accelerator.device, non_blocking=True)
+        batch = self.engine.backend.place(slot.micro_batch.batch)
         request = self._window.request
         if not self._is_planned:  # draws that all samples share belong to the loop's own window
             request = replace(request, index=self.num_updates_by_hand)
@@ -484,7 +492,7 @@ class TrainingLoop:
             for index, slot in enumerate(slots):
                 if index != self._index or self.engine.slot is None:
                     raise ConfigError(DIFFERENT_SIZES)
-                batch = send_to_device(slot.micro_batch.batch, self.accelerator.device)
+                batch = self.engine.backend.place(slot.micro_batch.batch)
                 self._is_followed = True
                 yield batch, index == len(slots) - 1
             if self._attempt == attempt:
@@ -656,8 +664,7 @@ class TrainingLoop:
         engine = self.engine
         bypasses_backward = not self._is_planned and not self._by_hand.is_used
         if engine.gradient is None or engine.slot is None or bypasses_backward:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if any(p.grad is not None and bool(p.grad.any()) for p in parameters):
+            if has_gradients([optimizer]):
                 raise early_step()
             return
         self.complete()

@@ -273,6 +273,9 @@ def _make_window(
     else:
         collated.first_offset = first_offset
     offsets = np.arange(agreement.num_samples)
+    is_split = len(micro_batches) > 1 or backend.num_processes > 1
+    # Whether padding matters shows in a rehearsal, which a batch in one piece has not.
+    keeps_padding = state.pad_to_window or not (is_split or state.is_width_tried)
     request = WindowRequest(
         seed=agreement.seed,
         epoch=0,
@@ -281,6 +284,6 @@ def _make_window(
         sample_ids=offsets,
         micro_batches=[first_offset + indices for indices in micro_batches],
         max_micro_batches=backend.max_over_ranks(len(micro_batches)),
-        pad_to_window=state.pad_to_window and agreement.can_pad,
+        pad_to_window=keeps_padding and agreement.can_pad,
     )
     return BatchWindow(request, collated, collated[request], state, can_pad=agreement.can_pad)

@@ -501,7 +501,6 @@ class WindowGradient:
             "must_pad": [float(self.must_pad)],
             "must_look": [float(self.must_look)],
             "needs_padding": [float(self.needs_padding)],
-            "lacks_values": [float(self.sums.lacks_values)],
             "has_compared_widths": [float(self.has_compared_widths)],
             "has_padded": [float(self.computed < Computed.REAL)],
             "has_no_rows": [float(self.computed < Computed.ROWS)],
@@ -551,11 +550,14 @@ class WindowGradient:
         lack the penalties. Lets the window be computed again; raises LossNotAdditive if it was.
         """
         number, counted = found["penalties"]
-        total = found["totals"][0] / shares[0] if number else 0.0
+        totals = found["totals"]
+        total = totals[0] / shares[0] if number else 0.0
         is_once = bool(total) and math.isclose(counted, total, rel_tol=RELATIVE_ROUNDING)
         if not number or is_once:
             return False
-        if self._has_recounted_penalties:
+        if not total and any(totals):  # terms that the loss had earlier
+            self.grouping.put_first([index for index, value in enumerate(totals) if value])
+        elif self._has_recounted_penalties:
             raise LossNotAdditive(
                 "a penalty on parameters counts by the share of the term beside it, which adds up "
                 f"to {counted / (total or 1.0):.4g} in this window, not to 1: some micro-batches "
@@ -563,7 +565,8 @@ class WindowGradient:
                 "have the same terms (a term may be 0, as outputs.sum() * 0), and run the backward "
                 "of the penalty apart: accelerator.backward(penalty)."
             )
-        self._has_recounted_penalties = True
+        else:
+            self._has_recounted_penalties = True
         self.must_repeat = PENALTY_NOT_ONCE
         return True
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -529,7 +530,8 @@ class SpeedUps:
             stack.enter_context(acting(speed_ups, call))
             stack.enter_context(fresh_gradients(parameters))
             stack.enter_context(hooks_suspended(parameters))
-            loss = head_loss(self._model(**call.batch))
+            batch = recursively_apply(torch.clone, call.batch)  # which the model may change
+            loss = head_loss(self._model(**batch))
             readings = self._gradient.read(loss, len(call.micro_batch), None)
             if has_backward:
                 loss.backward()

@@ -50,6 +50,7 @@ from hf_ga.engine.look.rehearsal import Rehearsal
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
 from hf_ga.engine.sums.readings import Reading, TermKey
+from hf_ga.engine.sums.window_sums import INEXACT_LOSS
 from hf_ga.engine.whole.first_pass import run_first_pass
 from hf_ga.engine.whole.router import WindowRouter
 from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive
@@ -735,6 +736,8 @@ class WindowEngine:
             self._modes = _modes_of(self.models)
         if is_done and self._is_full_batch:
             warn_of_doubtful_draws(self.draws, self._warnings)
+        elif is_done and not gradient.sums.has_exact_loss:
+            self._warnings.once(INEXACT_LOSS)
         if is_done:
             for model in self.models:
                 gradient.backend.drop_unused(model, self.unused)
@@ -746,6 +749,8 @@ class WindowEngine:
             is_done = False
         if not is_done:
             self.restore_buffers()
+        else:
+            self._buffers_before = []  # which may keep outputs of earlier forwards
         if is_done or gradient.is_misread:
             self.looks.forget_attempts()
         if state is None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, reduce, send_to_device
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
@@ -135,7 +136,11 @@ class Backend:
         """
 
     def place(self, batch: Any) -> Any:
-        """Return a batch of the host on the device."""
+        """Return a copy of a batch on the device, which may be changed: the batch itself may be
+        computed again.
+        """
+        if self.device.type == "cpu":  # `to` copies nothing there
+            batch = recursively_apply(torch.clone, batch)
         return send_to_device(batch, self.device, non_blocking=True)
 
     def begin_micro_batch(self) -> None:

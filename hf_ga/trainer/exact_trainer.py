@@ -7,14 +7,14 @@ overridden:
     create_accelerator_and_postprocess   FSDP on CPU processes, too
     train                  checks that training can be made exact
     get_train_dataloader   batches come from hf_ga's windows
-    get_batch_samples      begins a window
+    get_batch_samples      fetches a window
     training_step          keyed draws; what compute_loss returns is read, and its gradient is
                            divided at the window's end
 """
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -101,7 +101,7 @@ class TrainerWindow:
             self._whole_batch = WholeBatch(self.engine, loss.loss_of_window, loss)
 
     def begin(self, batches: list[WindowBatch]) -> None:
-        """Begin a window of `ExactTrainer`.
+        """Take the next window of `ExactTrainer`.
 
         Args:
             batches: What Trainer fetched for one optimizer step.
@@ -125,7 +125,6 @@ class TrainerWindow:
         self._mask_request = replace(request, seed=self.trainer.args.seed)
         self.num_begun = 0
         self.engine.speed_ups.is_resumed = self.trainer.state.global_step > 0
-        self._begin_window()
 
     def _begin_window(self) -> None:
         """Begin the window in the engine, or begin it again."""
@@ -219,7 +218,6 @@ class TrainerWindow:
             return
         while not self.engine.finish(can_repeat=True):
             logger.info(f"hf_ga: a window is computed again: {self.engine.gradient.must_repeat}.")
-            self._begin_window()
             with preserving_counters(trainer):
                 self._run_before(step)
                 for slot in self.slots:
@@ -236,7 +234,10 @@ class TrainerWindow:
     def _run_before(self, step: Callable[[dict[str, Any]], Any]) -> None:
         """Run what comes before the micro-batches of a window: a first pass, if the loss needs one,
         and the rehearsal, which computes some samples in other company and adds nothing.
+
+        The window begins here, and not where it is fetched: callbacks may change the model between.
         """
+        self._begin_window()
         trainer = self.trainer
         trainer.model.train()  # for the first pass; Trainer calls it in each training step
         with preserving_counters(trainer):
@@ -251,7 +252,7 @@ class TrainerWindow:
     def _forward(self, slot: Slot, step: Callable[[dict[str, Any]], Any]) -> None:
         """Run Trainer's training step on a micro-batch, without its backward."""
         with self._own_loss(backward=lambda loss, **kwargs: None):
-            step(dict(slot.micro_batch.batch))
+            step(self.engine.backend.place(dict(slot.micro_batch.batch)))
 
     def _run(self, slot: Slot, step: Callable[[dict[str, Any]], Any], is_last: bool) -> None:
         """Run Trainer's training step on a micro-batch, with keyed draws and our backward."""
@@ -261,7 +262,7 @@ class TrainerWindow:
             self._own_loss(backward),
             self.engine.failing_together(),
         ):
-            step(dict(slot.micro_batch.batch))
+            step(self.engine.backend.place(dict(slot.micro_batch.batch)))
 
     @contextmanager
     def _own_loss(self, backward: Callable[..., None]) -> Iterator[None]:
@@ -439,7 +440,9 @@ class ExactTrainerMixin:
         window_size.check_checkpoint(kwargs.get("resume_from_checkpoint"), self.args)
         self.pop_callback(WindowSize)  # of an earlier call of train
         self.add_callback(window_size)
-        with every_prepare_exact(self.accelerator):
+        # Trainer's own no_sync would end what the engine sets in the first micro-batch of a window.
+        own_sync = override(self.accelerator, no_sync=lambda model: nullcontext())
+        with every_prepare_exact(self.accelerator), own_sync:
             return super().train(*args, **kwargs)
 
     @property

@@ -221,6 +221,59 @@ def test_a_state_that_is_saved_within_a_window(undisturbed, tmp_path):
     assert_went_on(resumed, undisturbed(TWO_STEPS), "step_1")
 
 
+def train_with_loaders(num_loaders, *, save=None, load=None, before_step=False):
+    """A new loader in each epoch, of two updates. Saves in the last epoch."""
+    reset_states()
+    torch.manual_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    data = TensorDataset(torch.arange(24.0).view(8, 3))
+    if num_loaders == 0:
+        accelerator.load_state(load)
+    for epoch in range(num_loaders):
+        loader = accelerator.prepare(DataLoader(data, 2, shuffle=True))
+        if load is not None:
+            accelerator.load_state(load)
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).pow(2).mean())
+                has_to_save = save is not None and accelerator.sync_gradients
+                has_to_save = has_to_save and epoch == num_loaders - 1
+                if has_to_save and before_step:
+                    accelerator.save_state(save)
+                optimizer.step()
+                optimizer.zero_grad()
+                if has_to_save:
+                    accelerator.save_state(save)
+                    return flat_weights(model)
+    return flat_weights(model)
+
+
+@pytest.mark.parametrize(("num_saved", "num_prepared"), [(3, 1), (1, 0)])
+def test_a_position_without_a_loader_is_refused(tmp_path, num_saved, num_prepared):
+    """The loader would begin with the second epoch, or with the first one again."""
+    train_with_loaders(num_saved, save=tmp_path)
+    with pytest.raises(HfGaError, match=f"in {num_saved} prepared loaders, but .* {num_prepared},"):
+        train_with_loaders(num_prepared, load=tmp_path)
+
+
+def test_a_model_without_its_optimizer_needs_no_loader(tmp_path):
+    weights = train_with_loaders(1, save=tmp_path)
+    reset_states()
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(3, 1))
+    accelerator.load_state(tmp_path)
+    assert torch.equal(flat_weights(model), weights)
+
+
+def test_a_state_that_is_saved_before_the_step_is_refused(tmp_path):
+    """The window would count as done, but its update would be lost."""
+    with pytest.raises(HfGaError, match="before the optimizer's step of a window"):
+        train_with_loaders(1, save=tmp_path, before_step=True)
+
+
 # -- other numbers of processes
 
 MOVES = [

@@ -156,6 +156,30 @@ def test_padding_stays_where_the_loss_depends_on_it():
     assert h.relative_error(h.gradients(model), truth) < 1e-6
 
 
+class MeanOverColumns(nn.Module):
+    """Its loss divides by all columns, also those without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(20, 4)
+
+    def forward(self, input_ids, attention_mask):
+        squares = self.embedding(input_ids).pow(2).sum(2)
+        return SimpleNamespace(loss=(squares * attention_mask).mean())
+
+
+@pytest.mark.parametrize("size", [4, 2, "auto"])
+def test_columns_without_tokens_stay_where_the_loss_counts_them(size):
+    batch = {name: F.pad(value, (0, 5)) for name, value in texts([3, 12, 4, 11]).items()}
+    del batch["labels"]
+    model = MeanOverColumns()
+    expected = model(**batch).loss.item()
+    truth = h.full_batch_gradient(model, batch)
+    assert hf_ga.backward(model, batch, micro_batch_size=size).item() == pytest.approx(expected)
+    assert h.relative_error(h.gradients(model), truth) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("build", "shapes"),
     [(h.gpt2, [(2, 4), (2, 12)]), (h.bert_masked_lm, [(2, 12), (2, 12)])],

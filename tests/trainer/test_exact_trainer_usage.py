@@ -179,6 +179,23 @@ def test_the_sequence_to_sequence_trainer_generates(case):
 
 
 @pytest.mark.slow("whole trainings; quick tests cover its parts")
+class Unfreezing(tf.TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.requires_grad_(state.global_step > 0)
+        model.classifier.requires_grad_(True)
+
+
+@pytest.mark.parametrize("layout", [(16, 1), (4, 4)])
+def test_layers_that_a_callback_unfreezes_are_trained_in_this_window(case, layout):
+    """Trainer has fetched the window before it calls `on_step_begin`."""
+    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES), dropout=0.0)
+    given.model.bert.requires_grad_(False)
+    run = given.run(layout=layout, trainer={"callbacks": [Unfreezing()]}, **STILL)
+    given.model.requires_grad_(True)
+    reference = h.full_batch_gradient(given.model, h.pad_right(given.samples[WINDOW:]))
+    assert h.relative_error(run.gradients[1], reference) < CLOSE
+
+
 def test_adapters_and_activation_checkpointing(case):
     def adapted(dropout):
         with torch.random.fork_rng():

@@ -294,6 +294,13 @@ def check_no_earlier_gradients(
                     )
 
 
+def has_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether a parameter of some optimizers has a gradient that is not 0."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return any(p.grad is not None and bool(p.grad.any()) for p in parameters)
+
+
 def early_step() -> ConfigError:
     """Return the error for an optimizer step before the window's gradient is complete."""
     return ConfigError(

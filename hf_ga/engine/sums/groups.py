@@ -114,6 +114,11 @@ class Grouping:
             if not pair.fits(divisors):
                 self.take_out(key)
 
+    def put_first(self, indices: Sequence[int]) -> None:
+        """Let some groups come first, in their order."""
+        others = [index for index in range(len(self.structure)) if index not in indices]
+        self.structure = [self.structure[index] for index in (*indices, *others)]
+
     def take_out(self, key: TermKey) -> None:
         """Give a term a group of its own."""
         keys = next(keys for keys in self.structure if key in keys)

@@ -24,6 +24,13 @@ from hf_ga.parallel.backend import Backend
 Sync = Callable[[], AbstractContextManager[None]]
 
 
+INEXACT_LOSS = (
+    "hf_ga: torch does not keep the values of several sums in the loss, which have divisors of "
+    "their own: the loss of a window that is returned or logged depends on the split. The update "
+    "does not. In a loop, call accelerator.backward for each of them."
+)
+
+
 class WindowSums:
     """The sums of one window at a time. `.grad` of the parameters is as before after each method.
 
@@ -36,7 +43,7 @@ class WindowSums:
         groups: The groups of terms whose gradients are added up together. None before `use_groups`.
         loss: The sum of the micro-batches' losses, each times its first divisor, a scalar.
         values: For each group, the sum of its terms' values, each times its divisor.
-        lacks_values: Whether the values of some terms could not be found.
+        has_exact_loss: Whether the value of each group in each micro-batch was found.
         part: The sum of the parts of a loss of the whole window.
         has_parts: Whether micro-batches add such parts (see `add_part`).
         num_micro_batches: About how many micro-batches the window has on all ranks.
@@ -65,7 +72,7 @@ class WindowSums:
         self.loss = torch.zeros((), dtype=sum_dtype(device), device=device)
         self.part = torch.zeros_like(self.loss)
         self.has_parts = False
-        self.lacks_values = False
+        self.has_exact_loss = True
         self.is_reached_anywhere: Sequence[bool] = ()
         self.drop_groups()
         self._parts: Gradients = [None] * len(self._parameters)
@@ -163,8 +170,6 @@ class WindowSums:
         self._add_loss(loss, data_terms)
         if values is not None:
             self._add_values(values, divisors)
-        elif has_several_groups:
-            self.lacks_values = True
 
     def add_part(
         self,
@@ -324,9 +329,10 @@ class WindowSums:
 
     def _values_by_group(
         self, loss: Tensor, readings: Sequence[Reading], divisors: Mapping[TermKey, float]
-    ) -> list[float] | None:
+    ) -> list[float]:
         """Return what the terms of each group add to a micro-batch's loss, 0 for terms without
-        targets (0 / 0); None if unknown. One group's values follow from those of the others.
+        targets (0 / 0). One group's values follow from those of the others; of several unknown
+        groups, the first one gets all, and the window's loss is not exact.
         """
         known: list[float | None] = []
         for group in self.groups:
@@ -336,14 +342,14 @@ class WindowSums:
             is_known = all(value is not None for value in of_group)
             known.append(float(sum(of_group)) if is_known else None)
         unknown = [index for index, value in enumerate(known) if value is None]
-        if len(unknown) > 1:
-            return None
-        rest = float(loss.detach()) - sum(value for value in known if value is not None)
-        if unknown:
-            known[unknown[0]] = rest
-        elif math.isfinite(rest):
-            known[0] += rest  # penalties
-        return known
+        values = [value or 0.0 for value in known]
+        rest = float(loss.detach()) - sum(values)
+        is_finite = math.isfinite(rest)
+        if len(unknown) > 1 or (unknown and not is_finite):
+            self.has_exact_loss = False
+        if is_finite:  # without unknown groups, it is that of penalties
+            values[unknown[0] if unknown else 0] += rest
+        return values
 
     def _add_values(
         self, values: Sequence[float], divisors: Mapping[TermKey, float | Tensor]
@@ -449,7 +455,7 @@ class WindowSums:
         for group, total in zip(groups, totals, strict=True):
             group.total = total
         mean = loss / (totals[0] or 1.0) if totals else loss
-        if len(groups) > 1 and not found["lacks_values"][0]:
+        if len(groups) > 1:
             means = [value / (total or 1.0) for value, total in zip(values, totals, strict=True)]
             mean = torch.full_like(mean, sum(means))
         return mean + part

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -223,7 +223,7 @@ class WholeBatch:
             self.whole_batch,
             outputs[0],
             outputs[1],
-            send_to_device(few.all.batch, self.engine.backend.device),
+            self.engine.backend.place(few.all.batch),
             (len(few.all), len(few.some)),
             self.engine.gradient.parameters,
         )
@@ -296,7 +296,7 @@ class WholeBatch:
 
     def _forward(self, slot: Slot) -> Any:
         """Run the forward of an iteration; return its outputs."""
-        batch = send_to_device(slot.micro_batch.batch, self.engine.backend.device)
+        batch = self.engine.backend.place(slot.micro_batch.batch)
         if self._compute_outputs is not None:
             return self._compute_outputs(**batch)
         return callable_module(self._model)(**argument_filter(self._model)(batch))
