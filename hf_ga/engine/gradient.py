@@ -422,8 +422,11 @@ class WindowGradient:
             of_group = [reading for reading in counted if reading.key == group.keys[0]]
             group.divisors = self.checks.true_divisors(group.keys[0], counted)
             group.total = math.fsum(group.divisors)
-            known = [reading for reading in of_group if not self.checks.is_unknown(reading)]
-            group.num_samples = sum(reading.num_samples for reading in known)
+            group.num_samples = sum(
+                reading.num_samples
+                for reading, divisor in zip(of_group, group.divisors, strict=True)
+                if divisor or not self.checks.is_unknown(reading)
+            )
             group.counts_samples = (False, False)
             if of_group:
                 group.counts_samples = self.checks.may_count_samples(of_group[0])
