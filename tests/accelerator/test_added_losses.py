@@ -84,7 +84,7 @@ def chosen_means(outputs: Tensor, batch: Batch) -> Tensor:
 LOSSES = [mean_of_means, shares, mean_of_sums, mean_of_targets, weighted, chosen_means]
 
 
-def prepared(kind: type, batch_size: int, data: list[Batch] | None, **options: int) -> tuple:
+def prepared(kind: type, batch_size: int, data: list[Batch] | None = None, **options: int) -> tuple:
     """The accelerator, model, optimizer and loader of some windows, by default of the same
     samples.
     """
