@@ -4,16 +4,21 @@ it, small, on a CPU.
 
 import json
 import multiprocessing
+import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import gpu_report
 import psutil
 import pytest
 import torch
+from benchmark import measuring
 from gpu_report import Part
 from hanging_worker import FIGURES
 
@@ -67,9 +72,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path, monkeypatch):
 def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_report, "PARTS", parts(60))
     out = tmp_path / "out"
-    process = multiprocessing.get_context("fork").Process(
-        target=gpu_report.main, args=(["--output_dir", str(out)],)
-    )
+    process = FORK.Process(target=gpu_report.main, args=(["--output_dir", str(out)],))
     process.start()
     output = out / "peers" / "output.txt"
     while process.is_alive() and not (output.exists() and output.read_text().endswith("\n")):
@@ -88,13 +91,49 @@ def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
     assert "- Hangs: interrupted\n" in (out / "report.md").read_text()
 
 
+FORK = multiprocessing.get_context("fork")
+
+
+class ForkedScript(FORK.Process):
+    """As `subprocess.Popen` of a script, in a process that has imported the libraries."""
+
+    def __init__(self, command: list[str], env: dict[str, str], stdout: IO[str], **_: Any) -> None:
+        super().__init__(target=self._become, args=(command[1:], env, stdout))
+        self.start()
+
+    def wait(self, limit: float | None = None) -> int:
+        self.join(limit)
+        return self.exitcode
+
+    @staticmethod
+    def _become(words: list[str], env: dict[str, str], stdout: IO[str]) -> None:
+        os.setsid()
+        os.dup2(stdout.fileno(), 1)
+        os.dup2(stdout.fileno(), 2)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - pytest's would be written at the end
+        os.environ.update(env)
+        os.chdir(gpu_report.ROOT)
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def start(command: list[str], **how: Any) -> ForkedScript | subprocess.Popen:
+    is_script = command[1].endswith(".py")
+    return (ForkedScript if is_script else subprocess.Popen)(command, **how)
+
+
 @pytest.mark.slow("the whole report")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes ten minutes on a GPU")
-def test_the_whole_report_on_a_cpu(tmp_path):
-    command = [sys.executable, gpu_report.__file__, "--output_dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+def test_the_whole_report_on_a_cpu(tmp_path, monkeypatch):
+    started = SimpleNamespace(
+        Popen=start, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    monkeypatch.setattr(gpu_report, "subprocess", started)
+    arms_start = SimpleNamespace(get_context=lambda _: FORK)
+    monkeypatch.setattr(measuring, "multiprocessing", arms_start)
+    code = gpu_report.main(["--output_dir", str(tmp_path)])
     found = json.loads((tmp_path / "report.json").read_text())
-    assert done.returncode == 0, {
+    assert code == 0, {
         name: (result["status"], result.get("output", "")[-2000:]) for name, result in found.items()
     }
     skipped = {
