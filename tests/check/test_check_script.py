@@ -12,6 +12,7 @@ import sys
 import check_worker
 import pytest
 import torch
+from forked import run_script
 
 from hf_ga.check.script import causes, main, relative_error, scale_of, splits_of
 from hf_ga.check.script_arm import ArmResult
@@ -171,11 +172,7 @@ def checked(tmp_path_factory):
         path = folder / f"train-{number}.py"
         path.write_text(script)
         job[script] = ["--assert", str(path)]
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, check_worker.__file__, str(folder / "job.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout)
+    return folder, json.loads(run_script(check_worker.__file__, folder, job))
 
 
 @pytest.mark.slow("starts seven processes for each script")

@@ -3,12 +3,8 @@ it, small, on a CPU.
 """
 
 import json
-import multiprocessing
-import os
-import runpy
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +15,7 @@ import psutil
 import pytest
 import torch
 from benchmark import measuring
+from forked import FORK, ForkedScript
 from gpu_report import Part
 from hanging_worker import FIGURES
 
@@ -91,35 +88,22 @@ def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
     assert "- Hangs: interrupted\n" in (out / "report.md").read_text()
 
 
-FORK = multiprocessing.get_context("fork")
+class Started(ForkedScript):
+    """As `subprocess.Popen` of a script."""
 
+    def __init__(
+        self, command: list[str], cwd: Path, env: dict[str, str], stdout: IO[str], **_: Any
+    ) -> None:
+        super().__init__(command[1:], cwd, stdout, stdout, env)
 
-class ForkedScript(FORK.Process):
-    """As `subprocess.Popen` of a script, in a process that has imported the libraries."""
-
-    def __init__(self, command: list[str], env: dict[str, str], stdout: IO[str], **_: Any) -> None:
-        super().__init__(target=self._become, args=(command[1:], env, stdout))
-        self.start()
-
-    def wait(self, limit: float | None = None) -> int:
+    def wait(self, limit: float | None = None) -> int | None:
         self.join(limit)
         return self.exitcode
 
-    @staticmethod
-    def _become(words: list[str], env: dict[str, str], stdout: IO[str]) -> None:
-        os.setsid()
-        os.dup2(stdout.fileno(), 1)
-        os.dup2(stdout.fileno(), 2)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - pytest's would be written at the end
-        os.environ.update(env)
-        os.chdir(gpu_report.ROOT)
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
 
-
-def start(command: list[str], **how: Any) -> ForkedScript | subprocess.Popen:
+def start(command: list[str], **how: Any) -> Started | subprocess.Popen:
     is_script = command[1].endswith(".py")
-    return (ForkedScript if is_script else subprocess.Popen)(command, **how)
+    return (Started if is_script else subprocess.Popen)(command, **how)
 
 
 @pytest.mark.slow("the whole report")
