@@ -224,13 +224,14 @@ def test_row_lengths_are_few():
     assert {row_length(number, None) for number in numbers} == {2**n for n in range(6, 12)}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes(kind, monkeypatch):
+@pytest.mark.slow("compiles on two processes")
+@pytest.mark.parametrize(("kind", "backend"), [("ddp", "eager"), ("fsdp2", "aot_eager")])
+def test_two_processes(kind, backend, monkeypatch):
     """Each rank computes rows of its own."""
 
     def work():
         gradients, lengths, _ = train(
-            "BERT", monkeypatch, backend="aot_eager", accelerator=make_accelerator(kind)
+            "BERT", monkeypatch, backend=backend, accelerator=make_accelerator(kind)
         )
         return gradients, lengths
 
