@@ -169,12 +169,6 @@ def test_checkpointed_layers(monkeypatch):
     assert_plain(gradients, "GPT-2")
 
 
-@pytest.mark.slow("compiles C++")
-def test_inductor_draws_the_same_masks(monkeypatch):
-    gradients, _, _ = train("GPT-2", monkeypatch, backend="inductor")
-    assert_plain(gradients, "GPT-2")
-
-
 @pytest.mark.parametrize(
     "backend",
     ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow("compiles C++"))],
