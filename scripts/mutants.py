@@ -91,6 +91,8 @@ def judge(mutant: Mutant) -> tuple[str, str]:
             "-q",
             "-n",
             "0",
+            "-m",
+            "not report",  # also the slow ones
             "-p",
             "no:cacheprovider",
             *tests,
