@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import kill_test
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from forked import FORK
 
@@ -98,6 +99,7 @@ def test_lines_and_files_are_compared(undisturbed, tmp_path):
 
 
 @pytest.mark.slow("starts processes, and kills them")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads survive no fork")
 def test_kills(tmp_path, monkeypatch, capsys):
     """The command of two processes in the docs, shortened; of one:
     promises/test_same_after_a_stop.py. Its server is this process, which has the imports.

@@ -13,11 +13,12 @@ import os
 import pickle
 import runpy
 import signal
+import subprocess
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +36,7 @@ from hf_ga.finetuning.run import finetune, loop
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
 
 LIMIT = 400  # seconds for all phases of one call, which take a quarter of it on an idle machine
+FORK = multiprocessing.get_context("fork")
 STOPPED = 9  # exit code of a process that was stopped where a phase says so
 KINDS: dict[str, dict[str, str]] = {
     "ddp": {},
@@ -92,22 +94,24 @@ def run_script(script: str, folder: Path, job: Any) -> str:
 
 
 def run_forked(words: list[str], folder: Path) -> tuple[int | None, str, str]:
-    """Run a script in a process forked from this one, which has imported the libraries.
+    """Run a script in a folder, in a process forked from this one, which has imported the libraries.
 
     Returns:
         Its exit code (None: it was killed after `LIMIT` seconds), output and errors.
     """
+    if torch.cuda.is_available():  # autograd's threads for a GPU survive no fork
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
+        return done.returncode, done.stdout, done.stderr
     with TemporaryFile("w+") as printed, TemporaryFile("w+") as errors:
         process = ForkedScript(words, folder, printed, errors)
         process.join(LIMIT)
         code = process.exitcode
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
         printed.seek(0)
         errors.seek(0)
         return code, printed.read(), errors.read()
-
-
-FORK = multiprocessing.get_context("fork")
 
 
 class ForkedScript(FORK.Process):
