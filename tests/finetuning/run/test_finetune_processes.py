@@ -379,6 +379,8 @@ def test_weights_of_the_main_process_make_the_same_run(place, tmp_path, more):
     assert second["weights_sha256"] == first["weights_sha256"]
     assert second["eval_loss"] == first["eval_loss"]
     assert second["loss"] == first["loss"]
+    if not config.lora_r:  # adapters are resumed: weights from two places
+        return
     resumed = replace(config, max_steps=3, resume_from_checkpoint="auto", resume_with_changes=True)
     found = on_ranks(partial(hf_ga.finetune, resumed), 2, "fsdp2 from main", limit=200)
     assert without_errors(found)[0]["steps"] == 3
