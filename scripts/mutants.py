@@ -92,7 +92,7 @@ def judge(mutant: Mutant) -> tuple[str, str]:
             "-n",
             "0",
             "-m",
-            "not report",
+            "not report",  # also the slow ones
             "-p",
             "no:cacheprovider",
             *tests,

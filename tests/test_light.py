@@ -69,6 +69,7 @@ def test_the_command_does_load_them(imported):
     assert {*PACKAGES} - {"jinja2", "matplotlib", "yaml"} <= imported[2]
 
 
+@pytest.mark.slow("starts a process")
 def test_the_library_works_without_them():
     done = run(
         "import not_installed; not_installed.hide(); import runpy; runpy.run_module('light_smoke', run_name='__main__')"

@@ -320,6 +320,8 @@ def run_in_process(arm: Arm, folder: Path, arguments: Sequence[str]) -> None:
     with (folder / OUTPUT).open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+        # So that an error, which is not buffered, comes behind what was printed before it.
+        sys.stdout.reconfigure(line_buffering=True)
         try:
             result = run_arm(arm, arguments)
         except HfGaError as error:

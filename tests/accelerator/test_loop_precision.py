@@ -232,7 +232,7 @@ KINDS = ["ddp", "fsdp1", "fsdp2"]
     ("name", "kind", "precision"),
     [
         *(("GPT-2", kind, precision) for kind in KINDS for precision in h.ROUNDING),
-        *(("BERT", kind, "no") for kind in KINDS),
+        ("BERT", "fsdp2", "no"),
     ],
 )
 def test_gradient_of_two_ranks(name, kind, precision):
@@ -258,8 +258,9 @@ def test_gradient_of_two_ranks_of_accelerate_fails():
 
 
 def sharded_training(name):
-    """On each rank: whole weights after two epochs, with dropout."""
-    return [train(Accelerator, layout, CASES[name], NUM_SAMPLES) for layout in SHARDED_LAYOUTS]
+    """On each rank: whole weights after two epochs, with dropout; of GPT-2 in all layouts."""
+    layouts = SHARDED_LAYOUTS if name == "GPT-2" else [UNEVEN]
+    return [train(Accelerator, layout, CASES[name], NUM_SAMPLES) for layout in layouts]
 
 
 @pytest.mark.slow("starts processes")

@@ -12,6 +12,7 @@ import sys
 import check_worker
 import pytest
 import torch
+from forked import run_script
 
 from hf_ga.check.script import causes, main, relative_error, scale_of, splits_of
 from hf_ga.check.script_arm import ArmResult
@@ -89,6 +90,7 @@ for step, (x, y) in enumerate(loader):
         optimizer.step()
         optimizer.zero_grad()
 """
+REFUSED = BY_HAND.replace("LAYER", "nn.BatchNorm1d(8)")
 # Its mean over samples counts padding, and its 260 parameters would take a file descriptor each.
 PADDED = """
 import torch
@@ -165,17 +167,13 @@ ERRORS = {
 def checked(tmp_path_factory):
     """The folder of the scripts; script -> exit code of its check, output and errors."""
     folder = tmp_path_factory.mktemp("scripts")
-    scripts = [script for script, *_ in RIGHT.values()] + list(ERRORS)
+    scripts = [script for script, *_ in RIGHT.values()] + [*ERRORS, REFUSED]
     job = {}
     for number, script in enumerate(scripts):
         path = folder / f"train-{number}.py"
         path.write_text(script)
-        job[script] = ["--assert", str(path)]
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, check_worker.__file__, str(folder / "job.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout)
+        job[script] = [*([] if script == REFUSED else ["--assert"]), str(path)]
+    return folder, json.loads(run_script(check_worker.__file__, folder, job))
 
 
 @pytest.mark.slow("starts seven processes for each script")
@@ -200,16 +198,17 @@ def test_splits_of_a_script_are_its_full_batch(checked, case):
 
 
 @pytest.mark.slow("starts a process")
-@pytest.mark.parametrize(("options", "code"), [(["--assert"], 1), ([], 0)])
-def test_a_script_that_is_refused_fails_the_check(tmp_path, options, code):
-    """By the command itself."""
-    (tmp_path / "train.py").write_text(BY_HAND.replace("LAYER", "nn.BatchNorm1d(8)"))
-    command = [sys.executable, "-m", "hf_ga.check", *options, "train.py"]
+def test_a_script_that_is_refused_fails_the_check(checked, tmp_path):
+    """With --assert, by the command itself; without, it is said only."""
+    (tmp_path / "train.py").write_text(REFUSED)
+    command = [sys.executable, "-m", "hf_ga.check", "--assert", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == code
-    assert rows_of(done.stdout) == []
-    assert re.search(r"refuses the script .*train\.py, line \d+: the mean of", done.stdout)
-    assert "BatchNorm" in done.stdout
+    code, said, _ = checked[1][REFUSED]
+    assert (done.returncode, code) == (1, 0)
+    for printed in (done.stdout, said):
+        assert rows_of(printed) == []
+        assert re.search(r"refuses the script .*train.*\.py, line \d+: the mean of", printed)
+        assert "BatchNorm" in printed
 
 
 @pytest.mark.slow("starts processes for each script")

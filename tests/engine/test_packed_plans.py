@@ -102,6 +102,7 @@ def test_fewer_micro_batches_make_the_same_updates(monkeypatch):
     assert loader.state_dict()["computed_tokens"] == Computed.REAL
 
 
+@pytest.mark.slow("compiles layers")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile reads `.grad`
 def test_rows_are_planned_where_layers_are_compiled():
     """By their lengths, of which a resumed run knows, too."""

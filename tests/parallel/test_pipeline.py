@@ -45,8 +45,17 @@ from hf_ga.errors import ConfigError
 from hf_ga.pipeline.model import SUPPORTED_MODELS, StageModel
 from hf_ga.pipeline.pipeline import weights_index
 
+SLOW = pytest.mark.slow("starts processes, as for the models before")
 
-@pytest.mark.parametrize("name", MODELS)
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT-2",
+        "Llama",
+        *(pytest.param(name, marks=SLOW) for name in MODELS if name not in ("GPT-2", "Llama")),
+    ],
+)
 def test_two_stages_train_as_one_process(name):
     assert_trains_as_one_process(name, num_stages=2, schedule="1f1b")
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow("starts processes")
 # All models train in two stages of 1F1B in test_pipeline.py, some in three.
 @pytest.mark.parametrize(
     ("name", "num_stages", "schedule"),
-    [*((name, 3, "gpipe") for name in MODELS), ("GPT-2", 2, "gpipe"), ("Llama", 3, "1f1b")],
+    [*((name, 3, "gpipe") for name in MODELS if name != "Llama"), ("Llama", 3, "1f1b")],
 )
 def test_stages_train_as_one_process(name, num_stages, schedule):
     assert_trains_as_one_process(name, num_stages, schedule)

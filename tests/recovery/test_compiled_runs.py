@@ -22,7 +22,7 @@ def test_a_stopped_run_with_compiled_layers_goes_on(place, undisturbed, tmp_path
     """The undisturbed run is not compiled. Control: another seed is another run. Not with inductor,
     which compiles C++ for minutes: tests/rows/test_compiled_dropout.py.
     """
-    monkeypatch.setattr(build, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    monkeypatch.setattr(build, "compile_layers", partial(compile_layers, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
     interrupted(place, tmp_path / "out", STOP + 1, torch_compile=True)

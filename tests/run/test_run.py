@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers.trainer  # noqa: F401  (so that no forked process imports it by itself)
 from accelerate.state import AcceleratorState
+from forked import on_two_ranks, without_errors
 
 from hf_ga import run
 
@@ -207,16 +208,27 @@ def test_seq2seq_trainer(tmp_path):
     assert error_between_layouts(tmp_path, TRAINER, "seq2seq") < CLOSE
 
 
+def launched(*words: str) -> list[subprocess.CompletedProcess]:
+    return [launching.launch(2, *words)]
+
+
+def on_forked_ranks(*words: str) -> list[subprocess.CompletedProcess]:
+    return without_errors(on_two_ranks(lambda: forked(*words)))
+
+
 @pytest.mark.slow("starts processes")
-@pytest.mark.parametrize("name", ["accelerate", "trainer"])
-def test_two_processes_make_the_weights_of_one(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "start"), [("accelerate", launched), ("trainer", on_forked_ranks)]
+)
+def test_two_processes_make_the_weights_of_one(tmp_path, name, start):
     script = write(tmp_path, SCRIPTS[name])
     one = tmp_path / "one.pt"
     two = tmp_path / "two.pt"
     assert forked(*RUN, script, 8, 1, one).returncode == 0
-    done = launching.launch(2, "-m", "hf_ga.run", str(script), "2", "2", str(two))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("hf_ga.run:") == 1, done.stderr  # on the main process only
+    processes = start(*RUN, str(script), "2", "2", str(two))
+    errors = "".join(done.stderr for done in processes)
+    assert not any(done.returncode for done in processes), errors
+    assert errors.count("hf_ga.run:") == 1, errors  # on the main process only
     assert h.relative_error(torch.load(two), torch.load(one)) < CLOSE
 
 
@@ -255,7 +267,7 @@ def test_other_trainers_of_trl_are_refused_by_name(tmp_path, module, name):
 
 @pytest.mark.slow("starts processes")
 def test_an_error_of_the_script_stays_as_it_is(tmp_path):
-    done = python(*RUN, write(tmp_path, "raise KeyError('mine')"), 4, 2, "out")
+    done = forked(*RUN, write(tmp_path, "raise KeyError('mine')"), 4, 2, "out")
     assert done.returncode == 1
     assert "KeyError: 'mine'" in done.stderr
 

@@ -10,12 +10,15 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from benchmark import cli, report
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from benchmark import cli, ranks, report
 from benchmark.arms import (
     ABLATION,
     CHUNKED,
@@ -40,6 +43,7 @@ from benchmark.report import Bound
 from benchmark.setting import Setting, build_model
 from benchmark.trainers import full_rows
 from common import collate, random_samples
+from forked import on_ranks, without_errors
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_ga.order.length_plan import MAX_PADDING
@@ -308,8 +312,19 @@ def test_a_busy_core_is_the_first_one_until_the_block_ends():
     assert not busy.is_running()
 
 
+def on_forked_ranks(command: list[str], **_: Any) -> None:
+    """As `accelerate launch -m benchmark.ranks`, without importing the libraries anew."""
+    _, _, _, _, *flags = command
+    arguments = launch_command_parser().parse_args(flags)
+    assert arguments.module and arguments.training_script == "benchmark.ranks"
+    launched, *_ = _validate_launch_command(arguments)
+    work = partial(ranks.main, *launched.training_script_args)
+    without_errors(on_ranks(work, launched.num_processes))
+
+
 @pytest.mark.slow("starts processes")
-def test_two_ranks_share_each_window():
+def test_two_ranks_share_each_window(monkeypatch):
+    monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(run=on_forked_ranks))
     measured = measure_two_ranks(setting_of())
     assert len(measured.seconds) == 3
     assert min(measured.seconds) > 0

@@ -3,17 +3,23 @@ its ledger sees a sample that is left out, counted twice, or lost with a process
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from elastic import worker
 from elastic.ledger import Ledger, LedgerWriter
-from elastic.run import KINDS, Event, draw_events, print_lost, runs_of
+from elastic.run import KINDS, ElasticRun, Event, draw_events, print_lost, runs_of
+from forked import on_ranks, without_errors
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_test.py"
+KILLED_AFTER = 4  # windows; the last checkpoint has three
 
 
 def ledger_of(folder, windows, start=0.0, num_processes=1):
@@ -96,55 +102,76 @@ def test_the_lost_time_is_printed(tmp_path, capsys):
     assert second.endswith("2 -> 3 agents")  # the run ended before it noticed
 
 
-# Door -> number of events and more flags. "stock" is the control: Accelerate's own loop.
-RUNS = {
-    "command": (2, ["--same_bits", "4", "--seed", "1"]),
-    "accelerate": (2, ["--seed", "2"]),
-    "trainer": (1, ["--seed", "2"]),
-    "stock": (1, ["--seed", "2"]),
-}
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory):
-    """The script for each door, and the files of what it prints. All of them run at once: most of
-    the time they wait, for agents that are gone.
+@pytest.mark.slow("starts torch's agents, and kills them")
+def test_machines_come_and_go(tmp_path):
+    """SIGTERM to an agent; a worker and an agent are killed at once. The other doors handle no
+    signals: see `ForkedRun`.
     """
-    runs = {}
-    for door, (kills, flags) in RUNS.items():
-        folder = tmp_path_factory.mktemp(door)
-        words = ["--elastic", "--door", door, "--kills", str(kills), *flags]
-        command = [sys.executable, str(SCRIPT), *words, "--output_dir", str(folder / "runs")]
-        printed = folder / "printed"
-        with printed.open("w") as file:
-            runs[door] = subprocess.Popen(command, stdout=file, stderr=file), printed
-    yield runs
-    for process, _ in runs.values():
+    flags = ["--elastic", "--kills", "2", "--same_bits", "4", "--seed", "2"]
+    command = [sys.executable, str(SCRIPT), *flags, "--output_dir", str(tmp_path / "runs")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        printed, _ = process.communicate(timeout=1200)
+    finally:
         process.send_signal(signal.SIGINT)  # so that it ends its agents
         process.wait(60)
-
-
-def finished(started, door):
-    """Exit code and what was printed."""
-    process, printed = started[door]
-    code = process.wait(1200)
-    print(printed.read_text())
-    return code, printed.read_text()
-
-
-@pytest.mark.slow("starts torch's agents, and kills them")
-@pytest.mark.parametrize("door", ["command", "accelerate", "trainer"])
-def test_machines_come_and_go(started, door):
-    code, printed = finished(started, door)
-    assert code == 0, printed[-4000:]
+    print(printed)
+    assert process.returncode == 0, printed[-4000:]
+    assert "SIGTERM to an agent after window" in printed
+    assert "two at once after window" in printed
     assert "each sample counted exactly once in each epoch" in printed
-    kills, _ = RUNS[door]
-    assert printed.count("agents\n") + printed.count("computed again") >= kills
+    assert printed.count("agents\n") + printed.count("computed again") >= 2
 
 
-@pytest.mark.slow("starts torch's agents, and kills them")
-def test_the_control_ends_elsewhere(started):
-    """Under the first event of hf_ga's loop."""
-    code, printed = finished(started, "stock")
-    assert code == 1
-    assert "WRONG: losses differ by" in printed
+class ForkedRun(ElasticRun):
+    """Its processes are forked from this one: three, of which one is killed, then two."""
+
+    def undisturbed(self) -> None:
+        without_errors(on_ranks(self._training("undisturbed"), 1))
+
+    def killed(self) -> None:
+        train = self._training("elastic")
+
+        def train_and_die() -> None:
+            write = LedgerWriter.write
+
+            def write_or_die(writer: LedgerWriter, window: int, *line: Any) -> None:
+                if window == KILLED_AFTER and writer.rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                write(writer, window, *line)
+
+            LedgerWriter.write = write_or_die
+            train()
+
+        assert on_ranks(train_and_die, 3)[1].startswith("EOFError")
+        without_errors(on_ranks(train, 2))
+
+    def _training(self, name: str) -> Callable[[], None]:
+        words = self._worker(self.folder / name, pace=0.0)
+
+        def train() -> None:
+            sys.argv = words
+            worker.main()
+
+        return train
+
+
+def problems_of(folder: Path, door: str) -> list[str]:
+    run = ForkedRun(folder, door, epochs=3, same_bits=None, pace=0.0)
+    run.undisturbed()
+    run.killed()
+    found = run.report([])
+    assert set(Ledger.read(folder / "elastic" / "ledger").num_processes()) == {2, 3}
+    return found
+
+
+@pytest.mark.slow("trains on up to three processes")
+@pytest.mark.parametrize("door", ["accelerate", "trainer"])
+def test_processes_come_and_go(door, tmp_path):
+    assert problems_of(tmp_path, door) == []
+
+
+@pytest.mark.slow("trains on up to three processes")
+def test_the_control_ends_elsewhere(tmp_path):
+    """Accelerate's own loop."""
+    assert any(problem.startswith("losses differ by") for problem in problems_of(tmp_path, "stock"))

@@ -3,17 +3,19 @@ it, small, on a CPU.
 """
 
 import json
-import multiprocessing
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import gpu_report
 import psutil
 import pytest
 import torch
+from benchmark import measuring
+from forked import FORK, ForkedScript
 from gpu_report import Part
 from hanging_worker import FIGURES
 
@@ -67,9 +69,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path, monkeypatch):
 def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_report, "PARTS", parts(60))
     out = tmp_path / "out"
-    process = multiprocessing.get_context("fork").Process(
-        target=gpu_report.main, args=(["--output_dir", str(out)],)
-    )
+    process = FORK.Process(target=gpu_report.main, args=(["--output_dir", str(out)],))
     process.start()
     output = out / "peers" / "output.txt"
     while process.is_alive() and not (output.exists() and output.read_text().endswith("\n")):
@@ -88,13 +88,36 @@ def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
     assert "- Hangs: interrupted\n" in (out / "report.md").read_text()
 
 
+class Started(ForkedScript):
+    """As `subprocess.Popen` of a script."""
+
+    def __init__(
+        self, command: list[str], cwd: Path, env: dict[str, str], stdout: IO[str], **_: Any
+    ) -> None:
+        super().__init__(command[1:], cwd, stdout, stdout, env)
+
+    def wait(self, limit: float | None = None) -> int | None:
+        self.join(limit)
+        return self.exitcode
+
+
+def start(command: list[str], **how: Any) -> Started | subprocess.Popen:
+    is_script = command[1].endswith(".py")
+    return (Started if is_script else subprocess.Popen)(command, **how)
+
+
 @pytest.mark.slow("the whole report")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes ten minutes on a GPU")
-def test_the_whole_report_on_a_cpu(tmp_path):
-    command = [sys.executable, gpu_report.__file__, "--output_dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+def test_the_whole_report_on_a_cpu(tmp_path, monkeypatch):
+    started = SimpleNamespace(
+        Popen=start, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    monkeypatch.setattr(gpu_report, "subprocess", started)
+    arms_start = SimpleNamespace(get_context=lambda _: FORK)
+    monkeypatch.setattr(measuring, "multiprocessing", arms_start)
+    code = gpu_report.main(["--output_dir", str(tmp_path)])
     found = json.loads((tmp_path / "report.json").read_text())
-    assert done.returncode == 0, {
+    assert code == 0, {
         name: (result["status"], result.get("output", "")[-2000:]) for name, result in found.items()
     }
     skipped = {

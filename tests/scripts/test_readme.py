@@ -6,16 +6,16 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import accelerate
+import command_lines
 import helpers as h
 import pytest
 import torch
 from documented_loop import reset_states
-from forked import on_ranks, without_errors
+from forked import on_ranks, run_script, without_errors
 from trainers import arguments, make_trainer, word_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer
 
@@ -401,15 +401,12 @@ def test_the_commands_run(tmp_path):
     (tmp_path / "data").mkdir()
     for name in ("part-1", "part-2", "check", "notes"):
         (tmp_path / f"data/{name}.jsonl").write_text('{"text": "a note of five words"}\n' * 40)
-    (tmp_path / "job.json").write_text(json.dumps([shortened(command) for command in commands]))
-    words = [sys.executable, str(ROOT / "tests/support/command_lines.py"), "job.json"]
-    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=400)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "hf_ga: passed" in result.stdout
+    printed = run_script(command_lines.__file__, tmp_path, [*map(shortened, commands)])
+    assert "hf_ga: passed" in printed
     assert (tmp_path / "outputs/check/report.html").exists()
     assert (tmp_path / "outputs/safe/summary.json").exists()
-    assert "data/part-*.jsonl: 80 train, 80 validation rows" in result.stdout
-    assert "data/part-*.jsonl, data/notes.jsonl: " in result.stdout
+    assert "data/part-*.jsonl: 80 train, 80 validation rows" in printed
+    assert "data/part-*.jsonl, data/notes.jsonl: " in printed
     assert (
         "2 processes" in json.loads((tmp_path / "outputs/two/summary.json").read_text())["layout"]
     )

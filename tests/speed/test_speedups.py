@@ -27,7 +27,7 @@ ALL = {
     "fused attention": FusedAttention,
 }
 # samples of, what is not used with dropout, and why
-MORE = pytest.mark.slow("the same layers as GPT-2, all combinations")
+MORE = pytest.mark.slow("all combinations again")
 MODELS = {
     "gpt2": (h.gpt2, h.token_samples, {}),
     "llama": (h.llama, h.token_samples, {}),
@@ -154,7 +154,8 @@ def choices(model, samples, not_used):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=MORE) if n in ("llama", "masked lm") else n for n in MODELS]
+    "name",
+    ["gpt2", "classes", *(pytest.param(n, marks=MORE) for n in ("llama", "masked lm", "t5"))],
 )
 def test_every_plan_and_speed_up_is_the_full_batch(name):
     """Promise 1, against float64 and the full batch in plain PyTorch. Control: the mean of the
@@ -181,7 +182,7 @@ def test_every_plan_and_speed_up_is_the_full_batch(name):
     assert h.relative_error(naive, truth) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["gpt2", "classes"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=MORE), "classes"])
 def test_under_autocast_no_speed_up_is_further_off(name, launched):
     launched("bf16")
     build, make_samples, not_used = MODELS[name]

@@ -11,17 +11,19 @@ import json
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import pytest
 import torch.distributed.checkpoint.state_dict
@@ -34,6 +36,7 @@ from hf_ga.finetuning.run import finetune, loop
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
 
 LIMIT = 400  # seconds for all phases of one call, which take a quarter of it on an idle machine
+FORK = multiprocessing.get_context("fork")
 STOPPED = 9  # exit code of a process that was stopped where a phase says so
 KINDS: dict[str, dict[str, str]] = {
     "ddp": {},
@@ -82,16 +85,69 @@ def run_phases(folder: Path, phases: list[dict]) -> str:
 
 
 def run_script(script: str, folder: Path, job: Any) -> str:
-    """A script of this folder with a file of what it is to do; returns what it printed."""
+    """A script with a file of what it is to do; returns what it printed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.json").write_text(json.dumps(job))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, script, str(folder / "job.json")]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
+    code, printed, errors = run_forked([script, str(folder / "job.json")], folder)
+    assert code == 0, (printed + errors)[-4000:]
+    return printed
+
+
+def run_forked(words: list[str], folder: Path) -> tuple[int | None, str, str]:
+    """Run a script in a folder, in a process forked from this one, which has imported the libraries.
+
+    Returns:
+        Its exit code (None: it was killed after `LIMIT` seconds), output and errors.
+    """
+    if torch.cuda.is_available():  # autograd's threads for a GPU survive no fork
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
+        return done.returncode, done.stdout, done.stderr
+    with TemporaryFile("w+") as printed, TemporaryFile("w+") as errors:
+        process = ForkedScript(words, folder, printed, errors)
+        process.join(LIMIT)
+        code = process.exitcode
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        printed.seek(0)
+        errors.seek(0)
+        return code, printed.read(), errors.read()
+
+
+class ForkedScript(FORK.Process):
+    """A script in a session of its own, as if started in a folder by Python."""
+
+    def __init__(
+        self,
+        words: list[str],
+        folder: Path,
+        printed: IO[str],
+        errors: IO[str],
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(target=self._become, args=(words, folder, printed, errors, environment))
+        self.start()
+
+    @staticmethod
+    def _become(
+        words: list[str],
+        folder: Path,
+        printed: IO[str],
+        errors: IO[str],
+        environment: dict[str, str] | None,
+    ) -> None:
+        os.setsid()
+        os.dup2(printed.fileno(), 1)
+        os.dup2(errors.fileno(), 2)
+        # pytest's are written at the end.
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        os.environ.update(environment or {})
+        os.chdir(folder)
+        warnings.simplefilter("ignore")  # which are errors in a test
+        AcceleratorState._reset_state(True)
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def environment_of(kind: str, processes: int) -> dict[str, str]:
@@ -165,14 +221,13 @@ def on_ranks(
     """
     if torch.cuda.is_available():
         pytest.skip("autograd's threads for a GPU survive no fork")
-    context = multiprocessing.get_context("fork")
     environment = environment_of(kind, num_processes)
     ranks = []
     ends = []
     for rank in range(num_processes):
-        end, other = context.Pipe(duplex=False)
+        end, other = FORK.Pipe(duplex=False)
         mine = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(context.Process(target=_be_rank, args=(mine, work, other), daemon=True))
+        ranks.append(FORK.Process(target=_be_rank, args=(mine, work, other), daemon=True))
         ranks[-1].start()
         other.close()  # so that the end of a rank is seen
         ends.append(end)

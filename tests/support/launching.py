@@ -65,22 +65,3 @@ def free_port() -> int:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
-
-
-def environment(place):
-    """A cache of data sets of its own, empty at first."""
-    caches = (
-        {}
-        if place is None
-        else {
-            "HF_DATASETS_CACHE": str(place / "cache 2"),
-            "HF_METRICS_CACHE": str(place / "metrics"),
-        }
-    )
-    return {
-        **os.environ,
-        **caches,
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
-        "HF_DATASETS_OFFLINE": "1",
-    }

@@ -63,9 +63,9 @@ def reward(folder, trainer_class, model, layout, **more):
 @pytest.mark.parametrize(
     ("run", "base"),
     [
-        (dpo, DPOTrainer),
+        (reward, RewardTrainer),
         pytest.param(
-            reward, RewardTrainer, marks=pytest.mark.slow("DPO shows the same in the default suite")
+            dpo, DPOTrainer, marks=pytest.mark.slow("a quick test has the gradient of one layout")
         ),
     ],
 )

@@ -194,9 +194,9 @@ def assert_promise_1(precision, grads, full, grads64):
         assert off[name].norm() <= 2 * off_full[name].norm() + ROUNDING[precision] * size, name
 
 
-def cases(*quick, in_bf16):
-    """Parameters: all jobs in float32, some in bf16; those that are not quick are slow."""
-    every = [(name, "no") for name in JOBS] + [(name, "bf16") for name in in_bf16]
+def cases(*quick, in_float32=JOBS, in_bf16):
+    """Parameters: jobs in float32 and in bf16; those that are not quick are slow."""
+    every = [(name, "no") for name in in_float32] + [(name, "bf16") for name in in_bf16]
     slow = pytest.mark.slow("about 1 s for each of 40 cases")
     return pytest.mark.parametrize(
         ("name", "precision"), [pytest.param(*c, marks=[] if c in quick else slow) for c in every]
@@ -223,6 +223,7 @@ def test_every_split_of_every_task_is_the_full_batch(name, precision, place):
     ("causal LM, row by row", "no"),
     ("tags", "no"),
     ("answers", "no"),
+    in_float32=HEADS,
     in_bf16=("translations", "LoRA"),
 )
 def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place):
