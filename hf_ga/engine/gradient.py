@@ -25,6 +25,7 @@ from hf_ga.engine.sums.agreement import (
     penalty_sums,
     power_sums,
     present_terms,
+    raised_sums,
     ratio_sums,
     sample_sums,
     shares_of_samples,
@@ -34,6 +35,7 @@ from hf_ga.engine.sums.divisors import (
     RELATIVE_ROUNDING,
     DivisorChecks,
     factors_of,
+    is_empty,
 )
 from hf_ga.engine.sums.groups import Group, Grouping
 from hf_ga.engine.sums.readings import Number, Reading, TermKey, TermReader, on_host
@@ -422,6 +424,7 @@ class WindowGradient:
             of_group = [reading for reading in counted if reading.key == group.keys[0]]
             group.divisors = self.checks.true_divisors(group.keys[0], counted)
             group.total = math.fsum(group.divisors)
+            group.raised = [float(r.divisor) for r in of_group if not is_empty(r)]
             group.num_samples = sum(
                 reading.num_samples
                 for reading, divisor in zip(of_group, group.divisors, strict=True)
@@ -513,6 +516,7 @@ class WindowGradient:
             "parts": [float(self.sums.part)],
             "samples": self.samples.sums(),
             "totals": [group.total for group in groups],
+            "raised": raised_sums(groups),
             "num_samples": [float(self.samples.number)],
             "of_groups": sample_sums(groups),
             "values": self.sums.values,

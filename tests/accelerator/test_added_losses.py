@@ -376,7 +376,7 @@ def test_a_mean_of_unknown_samples_is_refused():
 
 def chosen_by_sign() -> list[Batch]:
     """Windows of two batches of 4, in which as many samples have a positive sign."""
-    numbers = [3, 1, 2, 4, 4, 2, 2, 3, 0, 1]
+    numbers = [3, 1, 2, 4, 4, 2, 0, 0, 0, 1]
     signs = [1.0 if index < number else -1.0 for number in numbers for index in range(4)]
     generator = torch.Generator().manual_seed(3)
     return [
@@ -394,8 +394,8 @@ def sum_over_chosen(outputs: Tensor, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("gradient", [accumulated, accumulated_by_hand])
 def test_a_sum_keeps_the_divisor_of_another_one_whatever_its_own_targets(gradient):
-    """In the last window the batches have no chosen sample and one, so their divisors, which are
-    raised from 0 to 1, are also those of the samples.
+    """The next to last window has no chosen sample, so the full batch divides by 1, too. In the
+    last one the batches have none and one, so their divisors are also those of the samples.
     """
     found = gradient(hf_ga.Accelerator, sum_over_chosen, 4, data=chosen_by_sign())
     windows = batched(chosen_by_sign(), NUM_SAMPLES)

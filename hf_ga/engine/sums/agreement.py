@@ -94,6 +94,19 @@ def out_of_proportion(groups: Sequence[Group], sums: Sequence[float]) -> list[Te
     return [later[index] for index in _differing(sums)]
 
 
+def raised_sums(groups: Sequence[Group]) -> list[float]:
+    """Return what shows what each group divides by if that is the number of targets of another term
+    that has none in the window: the number to which it is raised from 0, as in the full batch.
+    """
+    return [number for g in groups for number in (math.fsum(g.raised), float(len(g.raised)))]
+
+
+def raised_divisors(sums: Sequence[float]) -> list[float]:
+    """Return that number for each group, from the sums of `raised_sums` over all ranks."""
+    numbers = iter(sums)
+    return [total / (count or 1.0) for total, count in zip(numbers, numbers, strict=True)]
+
+
 def sample_sums(groups: Sequence[Group]) -> list[float]:
     """Return of how many samples the divisors of each group are, and whether they count samples."""
     return [float(n) for group in groups for n in (group.num_samples, *group.counts_samples)]

@@ -22,6 +22,7 @@ class Group:
         ratios: For each term, its divisor over the first term's, in this window.
         divisors: The first term's divisors in the micro-batches of this rank.
         total: Their sum; at the window's end over all ranks.
+        raised: What the first term divides by in those of them in which it is a sum of something.
         num_samples: Number of samples of the micro-batches of this rank that have the first term,
             and of which it is known what it divides by.
         counts_samples: Whether its divisor is of samples, and whether it is not.
@@ -33,6 +34,7 @@ class Group:
     ratios: dict[TermKey, float] = field(default_factory=dict)
     divisors: list[float] = field(default_factory=list)
     total: float = 0.0
+    raised: list[float] = field(default_factory=list)
     num_samples: int = 0
     counts_samples: tuple[bool, bool] = (False, False)
     of_penalties: list[float] = field(default_factory=list)

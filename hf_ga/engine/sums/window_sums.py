@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.engine.parameter_hooks import hooks_suspended
+from hf_ga.engine.sums.agreement import raised_divisors
 from hf_ga.engine.sums.chunk_sums import ChunkSums
 from hf_ga.engine.sums.divisors import is_empty
 from hf_ga.engine.sums.groups import Group
@@ -451,7 +452,11 @@ class WindowSums:
             loss = self.loss
             part = float(self.part)
             values = self.values
-        totals = [total / share for total, share in zip(totals, shares, strict=True)]
+        raised = raised_divisors(found["raised"])
+        totals = [
+            total / share or divisor
+            for total, share, divisor in zip(totals, shares, raised, strict=True)
+        ]
         for group, total in zip(groups, totals, strict=True):
             group.total = total
         mean = loss / (totals[0] or 1.0) if totals else loss
