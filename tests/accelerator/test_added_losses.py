@@ -84,7 +84,9 @@ def chosen_means(outputs: Tensor, batch: Batch) -> Tensor:
 LOSSES = [mean_of_means, shares, mean_of_sums, mean_of_targets, weighted, chosen_means]
 
 
-def prepared(kind: type, batch_size: int, data: list[Batch] | None, **options: int) -> tuple:
+def prepared(
+    kind: type, batch_size: int, data: list[Batch] | None = None, **options: int
+) -> tuple:
     """The accelerator, model, optimizer and loader of some windows, by default of the same
     samples.
     """
@@ -265,6 +267,11 @@ def mean_over_none(outputs: Tensor, batch: Batch) -> Tensor:
 def test_a_penalty_beside_no_target_at_all_is_refused():
     with pytest.raises(hf_ga.errors.LossNotAdditive, match="penalty on parameters"):
         accumulated(hf_ga.Accelerator, mean_over_none, 2, penalized=True)
+
+
+def test_a_penalty_counts_in_a_window_of_one_micro_batch_without_targets():
+    found = accumulated(hf_ga.Accelerator, mean_over_none, NUM_SAMPLES, penalized=True)
+    assert error(found, full_batch(mean_over_none, penalized=True)) < 1e-6
 
 
 def means_of_two_masks(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -526,15 +526,9 @@ def _full_batch_scales(
     readings: Sequence[Reading], divisors: Mapping[TermKey, float | Tensor]
 ) -> list[float | Tensor]:
     """Return what each term's undivided gradient is multiplied by to be that of the mean, 0 for
-    terms without targets, and for a penalty in a window without any.
+    terms without targets. A penalty counts once, whatever is beside it.
     """
-    scales: list[float | Tensor] = []
-    for reading in readings:
-        if reading.key in divisors:
-            scales.append(_reciprocal(divisors[reading.key]))
-        else:
-            scales.append(float(any(divisors.values())))  # on the host, beside a penalty
-    return scales
+    return [_reciprocal(divisors.get(reading.key, 1.0)) for reading in readings]
 
 
 def _reciprocal(divisor: float | Tensor) -> float | Tensor:
