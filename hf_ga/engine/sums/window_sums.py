@@ -337,13 +337,15 @@ class WindowSums:
         known: list[float | None] = []
         for group in self.groups:
             of_group = [
-                r.term.value() for r in readings if r.key in group.keys and divisors.get(r.key)
+                None if r.term is None else r.term.value()
+                for r in readings
+                if r.key in group.keys and divisors.get(r.key)
             ]
             is_known = all(value is not None for value in of_group)
             known.append(float(sum(of_group)) if is_known else None)
         unknown = [index for index, value in enumerate(known) if value is None]
         values = [value or 0.0 for value in known]
-        rest = float(loss.detach()) - sum(values)
+        rest = _mean_of(loss, readings) - sum(values)
         is_finite = math.isfinite(rest)
         if len(unknown) > 1 or (unknown and not is_finite):
             self.has_exact_loss = False
@@ -509,6 +511,14 @@ class WindowSums:
         summed = [parameter.grad for parameter in self._parameters]
         set_gradients(self._parameters, kept)
         return summed
+
+
+def _mean_of(loss: Tensor, readings: Sequence[Reading]) -> float:
+    """Return a micro-batch's loss; a sum that the loop passed with num_targets is divided."""
+    value = float(loss.detach())
+    if readings and readings[0].term is None:
+        return value / (float(readings[0].divisor) or 1.0)
+    return value
 
 
 def _add_scaled(result: Gradients, buffer: Gradients, factor: float) -> None:
