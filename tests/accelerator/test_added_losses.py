@@ -267,6 +267,11 @@ def test_a_penalty_beside_no_target_at_all_is_refused():
         accumulated(hf_ga.Accelerator, mean_over_none, 2, penalized=True)
 
 
+def test_a_penalty_counts_in_a_window_of_one_micro_batch_without_targets():
+    found = accumulated(hf_ga.Accelerator, mean_over_none, NUM_SAMPLES, penalized=True)
+    assert error(found, full_batch(mean_over_none, penalized=True)) < 1e-6
+
+
 def means_of_two_masks(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Two means over other targets, of which a micro-batch may have none."""
     losses = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
@@ -336,6 +341,33 @@ def test_a_loss_of_sums_whose_values_are_unknown_is_said_to_be_inexact(
     is_inexact = is_one_backward and batch_size < 8
     assert ("torch does not keep the values" in caplog.text) == is_inexact
     assert found == pytest.approx([expected] * NUM_WINDOWS, rel=0.1 if is_inexact else 1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [8, 4, 1])
+def test_a_sum_with_num_targets_beside_a_mean_over_other_targets(batch_size):
+    """Each has a backward of its own; the loss of the window is that of the full batch, too."""
+    model, _ = model_and_optimizer()
+    batch = torch.utils.data.default_collate(samples())
+    expected = sum(means_of_two_masks(model(batch["features"]), batch)).item()
+    reference = full_batch(lambda outputs, batch: sum(means_of_two_masks(outputs, batch)))
+    accelerator, model, optimizer, loader = prepared(
+        hf_ga.Accelerator, batch_size, gradient_accumulation_steps=NUM_SAMPLES // batch_size
+    )
+    gradients = []
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            of_all, of_chosen = means_of_two_masks(model(batch["features"]), batch)
+            number = batch["mask"].sum()
+            accelerator.backward(of_all * number, num_targets=number, retain_graph=True)
+            accelerator.backward(of_chosen)
+            if accelerator.sync_gradients:
+                gradients.append(gradient_of(model))
+                losses.append(float(accelerator.window_loss))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert error(gradients, reference) < 1e-6
+    assert losses == pytest.approx([expected] * NUM_WINDOWS, rel=1e-6)
 
 
 def with_masked_mean_if_any(outputs: Tensor, batch: Batch) -> Tensor:

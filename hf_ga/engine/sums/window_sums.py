@@ -338,13 +338,15 @@ class WindowSums:
         known: list[float | None] = []
         for group in self.groups:
             of_group = [
-                r.term.value() for r in readings if r.key in group.keys and divisors.get(r.key)
+                None if r.term is None else r.term.value()
+                for r in readings
+                if r.key in group.keys and divisors.get(r.key)
             ]
             is_known = all(value is not None for value in of_group)
             known.append(float(sum(of_group)) if is_known else None)
         unknown = [index for index, value in enumerate(known) if value is None]
         values = [value or 0.0 for value in known]
-        rest = float(loss.detach()) - sum(values)
+        rest = _mean_of(loss, readings) - sum(values)
         is_finite = math.isfinite(rest)
         if len(unknown) > 1 or (unknown and not is_finite):
             self.has_exact_loss = False
@@ -516,6 +518,14 @@ class WindowSums:
         return summed
 
 
+def _mean_of(loss: Tensor, readings: Sequence[Reading]) -> float:
+    """Return a micro-batch's loss; a sum that the loop passed with num_targets is divided."""
+    value = float(loss.detach())
+    if readings and readings[0].term is None:
+        return value / (float(readings[0].divisor) or 1.0)
+    return value
+
+
 def _add_scaled(result: Gradients, buffer: Gradients, factor: float) -> None:
     """Multiply the gradients of a group by a factor, and add them to the result."""
     reached = [index for index, gradient in enumerate(buffer) if gradient is not None]
@@ -531,15 +541,9 @@ def _full_batch_scales(
     readings: Sequence[Reading], divisors: Mapping[TermKey, float | Tensor]
 ) -> list[float | Tensor]:
     """Return what each term's undivided gradient is multiplied by to be that of the mean, 0 for
-    terms without targets, and for a penalty in a window without any.
+    terms without targets. A penalty counts once, whatever is beside it.
     """
-    scales: list[float | Tensor] = []
-    for reading in readings:
-        if reading.key in divisors:
-            scales.append(_reciprocal(divisors[reading.key]))
-        else:
-            scales.append(float(any(divisors.values())))  # on the host, beside a penalty
-    return scales
+    return [_reciprocal(divisors.get(reading.key, 1.0)) for reading in readings]
 
 
 def _reciprocal(divisor: float | Tensor) -> float | Tensor:
