@@ -444,7 +444,9 @@ class WindowGradient:
             if self.reader.merge_stacks(self.backend):  # all read the same terms from now on
                 self.repeat_misread(OTHER_STACKS)
             self._merge_same_terms()
+            self.checks.merge(self.backend.gather_objects(self.checks.state()))
             self._merge_groups()
+            self._add_totals(on_host(self.readings))
         groups = self.sums.groups or []
         keys = [key for group in groups for key in group.keys]
         if not self._shared_penalties.isdisjoint(keys):  # alone in another micro-batch
@@ -621,7 +623,8 @@ class WindowGradient:
 
     def _is_new_anywhere(self) -> bool:
         """Return whether any rank has terms, groups or stacks that it did not have before."""
-        is_new = self._has_new_terms or self.reader.has_new_stacks or self.same_terms.is_changed
+        is_new = self._has_new_terms or self.reader.has_new_stacks
+        is_new |= self.same_terms.is_changed or self.checks.is_changed
         return bool(self.backend.max_over_ranks(int(is_new)))
 
     def _merge_same_terms(self) -> None:
@@ -637,7 +640,6 @@ class WindowGradient:
             return
         if not self._use_structure():
             self.must_repeat = "processes had terms of the loss in other proportions"
-        self._add_totals(on_host(self.readings))
 
 
 def _out_of_step() -> ConfigError:

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from forked import on_two_ranks, without_errors
+from forked import on_two_ranks, outcome, without_errors
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,7 +33,16 @@ def test_terms_that_any_process_has():
     assert present_terms(["a", "b"], [2.0, 1, 1, 0, 0, 0, 9, 9, 9]) == ["a"]
 
 
-def warnings_of(ranks: tuple[int, ...]):
+def second_mean(out, y):
+    """Over targets, of which a rank may have none."""
+    return F.cross_entropy(-out, y)
+
+
+def mean_of_all(out, y):
+    return out.pow(2).mean()
+
+
+def warnings_of(ranks: tuple[int, ...], term=second_mean):
     """Train on two ranks, of which some add a second term; return the warnings of this one."""
 
     def work() -> list[str]:
@@ -54,7 +63,7 @@ def warnings_of(ranks: tuple[int, ...]):
                 out = model(x)
                 loss = F.cross_entropy(out, y)
                 if accelerator.process_index in ranks:
-                    loss = loss + out.pow(2).mean()
+                    loss = loss + term(out, y)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -66,3 +75,8 @@ def warnings_of(ranks: tuple[int, ...]):
 @pytest.mark.parametrize(("ranks", "counts"), [((0,), [0, 1]), ((1,), [1, 0]), ((0, 1), [0, 0])])
 def test_a_term_of_one_rank_is_warned_of_on_the_other(ranks, counts):
     assert [len(said) for said in without_errors(on_two_ranks(warnings_of(ranks)))] == counts
+
+
+def test_a_mean_over_the_samples_of_one_rank_only_is_refused():
+    said = on_two_ranks(lambda: outcome(warnings_of((0,), mean_of_all)))
+    assert all("some micro-batches lack this sum" in str(text) for text in said), said

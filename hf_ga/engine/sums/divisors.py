@@ -58,6 +58,7 @@ class DivisorChecks:
     Attributes:
         followed: For each term, what its divisor was found to be proportional to, in all windows so
             far.
+        is_changed: Whether this rank knows of its terms what other ranks may not know.
         trusts_numbers: Whether numbers of targets that were passed were checked before.
         compares_rehearsal: Whether factors of the window's rehearsal must be those of the window.
             Not where each process has one micro-batch, and the loop draws what is not keyed, as
@@ -71,12 +72,32 @@ class DivisorChecks:
         self.compares_rehearsal = True
         # For each term, those whose divisor it had, up to a constant factor, in all windows so far.
         self._same_as: dict[TermKey, set[TermKey]] = {}
+        self.is_changed = False
         self._masked: set[TermKey] = set()  # means over elements, some of which had a weight of 0
         self._has_warned = False
 
     def follows(self, key: TermKey) -> set[str]:
         """Return what the divisor of a term, which is trusted, may be proportional to."""
         return self.followed.get(key, set()) - {BY_NOTHING}
+
+    def state(self) -> tuple[dict[TermKey, set[str]], dict[TermKey, set[TermKey]]]:
+        """Return what is known of the terms' divisors, for other ranks."""
+        return self.followed, self._same_as
+
+    def merge(
+        self, states: Sequence[tuple[dict[TermKey, set[str]], dict[TermKey, set[TermKey]]]]
+    ) -> None:
+        """Know what all ranks know, so that they count the same divisors.
+
+        Args:
+            states: The `state` of each rank.
+        """
+        for followed, same_as in states:
+            for key, possible in followed.items():
+                self.followed[key] = possible & self.followed.get(key, possible)
+            for key, same in same_as.items():
+                self._same_as[key] = same & self._same_as.get(key, same)
+        self.is_changed = False
 
     def true_divisors(self, key: TermKey, readings: Sequence[Reading]) -> list[float]:
         """Return what a term adds to the divisor of the window in each micro-batch.
@@ -180,6 +201,7 @@ class DivisorChecks:
             if key not in trusted and not same:
                 untrusted.append(of_term)
                 continue
+            self.is_changed |= (possible, same) != (self.followed.get(key), self._same_as.get(key))
             self.followed[key] = possible
             self._same_as[key] = same
         depends_on_width = any(reading.ignores_width for reading in readings)
