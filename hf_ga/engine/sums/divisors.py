@@ -68,11 +68,11 @@ class DivisorChecks:
     def __init__(self) -> None:
         """Start without any term."""
         self.followed: dict[TermKey, set[str]] = {}
+        self.is_changed = False
         self.trusts_numbers = False
         self.compares_rehearsal = True
         # For each term, those whose divisor it had, up to a constant factor, in all windows so far.
         self._same_as: dict[TermKey, set[TermKey]] = {}
-        self.is_changed = False
         self._masked: set[TermKey] = set()  # means over elements, some of which had a weight of 0
         self._has_warned = False
 
@@ -200,6 +200,8 @@ class DivisorChecks:
             same &= self._same_as.get(key, same)
             if key not in trusted and not same:
                 untrusted.append(of_term)
+                if is_padded and of_term[0].term.is_shape_divisor:  # a mean over what was chosen
+                    self.followed[key] = possible
                 continue
             self.is_changed |= (possible, same) != (self.followed.get(key), self._same_as.get(key))
             self.followed[key] = possible
