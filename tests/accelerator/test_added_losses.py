@@ -406,9 +406,8 @@ def test_a_mean_of_unknown_samples_is_refused():
         accumulated(hf_ga.Accelerator, with_mean_of_rows_if_any, 1)
 
 
-def chosen_by_sign() -> list[Batch]:
-    """Windows of two batches of 4, in which as many samples have a positive sign."""
-    numbers = [3, 1, 2, 4, 4, 2, 0, 0, 0, 1]
+def chosen_by_sign(numbers: list[int]) -> list[Batch]:
+    """Windows of two batches of 4, in which so many samples have a positive sign."""
     signs = [1.0 if index < number else -1.0 for number in numbers for index in range(4)]
     generator = torch.Generator().manual_seed(3)
     return [
@@ -424,16 +423,36 @@ def sum_over_chosen(outputs: Tensor, batch: Batch) -> Tensor:
     return (losses.sum() + (losses * chosen).sum()) / chosen.sum().clamp(min=1)
 
 
+def error_by_window(found: list[Tensor], loss_of: Loss, data: list[Batch]) -> float:
+    """The largest relative error of windows of different samples."""
+    windows = batched(data, NUM_SAMPLES)
+    expected = [full_batch(loss_of, data=window) for window in windows]
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
 @pytest.mark.parametrize("gradient", [accumulated, accumulated_by_hand])
 def test_a_sum_keeps_the_divisor_of_another_one_whatever_its_own_targets(gradient):
     """The next to last window has no chosen sample, so the full batch divides by 1, too. In the
     last one the batches have none and one, so their divisors are also those of the samples.
     """
-    found = gradient(hf_ga.Accelerator, sum_over_chosen, 4, data=chosen_by_sign())
-    windows = batched(chosen_by_sign(), NUM_SAMPLES)
-    for gradient_of_window, window in zip(found, windows, strict=True):
-        expected = full_batch(sum_over_chosen, data=window)
-        assert (gradient_of_window - expected).norm() < 1e-6 * expected.norm()
+    data = chosen_by_sign([3, 1, 2, 4, 4, 2, 0, 0, 0, 1])
+    found = gradient(hf_ga.Accelerator, sum_over_chosen, 4, data=data)
+    assert error_by_window(found, sum_over_chosen, data) < 1e-6
+
+
+def with_mean_of_positive_if_any(outputs: Tensor, batch: Batch) -> Tensor:
+    chosen = batch["sign"] > 0
+    loss = outputs[:, 0, 0].pow(2).mean()
+    return loss + outputs[chosen, 0, 1].pow(2).mean() if chosen.any() else loss
+
+
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+def test_a_mean_over_chosen_samples_that_were_all_at_first(batch_size):
+    """It is seen that they are selected."""
+    data = chosen_by_sign([4, 4, 4, 4, 4, 4, 2, 3, 0, 4])
+    found = accumulated(hf_ga.Accelerator, with_mean_of_positive_if_any, batch_size, data=data)
+    assert error_by_window(found, with_mean_of_positive_if_any, data) < 1e-6
 
 
 def batched(data: list[Batch], size: int) -> list[list[Batch]]:

@@ -470,3 +470,20 @@ def test_a_trained_weight_of_a_divided_sum_gets_its_gradient_once():
     with undivided(terms, [1 / term.divisor for term in terms]):
         loss.backward()
     torch.testing.assert_close(scale.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("selects", "loss_of"),
+    [
+        (True, lambda x, chosen: F.mse_loss(x[chosen], torch.ones(2, 3))),
+        (True, lambda x, chosen: x[chosen].pow(2).mean()),
+        (True, lambda x, chosen: x.masked_select(chosen[:, None]).mean()),
+        (False, lambda x, chosen: (x.pow(2) * chosen[:, None]).mean()),
+        (False, lambda x, chosen: F.mse_loss(x, torch.ones(4, 3))),
+    ],
+)
+def test_a_mean_over_chosen_elements_is_told_from_a_masked_one(selects, loss_of):
+    x = torch.randn(4, 3, requires_grad=True)
+    chosen = torch.tensor([True, False, True, False])
+    (term,) = read_terms(loss_of(x, chosen), num_samples=4)
+    assert term.selects() is selects
