@@ -2,6 +2,8 @@
 
 `(loss * weights).mean()` with a scalar `loss` has a mean inside of a mean, and
 `((z - z.mean()) ** 2).mean()` is a variance: neither is a sum over samples.
+
+Also whether the elements were selected, so that their number is one of chosen samples.
 """
 
 from torch.autograd.graph import Node

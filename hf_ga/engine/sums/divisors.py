@@ -29,6 +29,8 @@ NO_SUCH_FACTOR = (
     "updates, below `if accelerator.sync_gradients:`, not iterations); if it is a share of "
     "targets, divide a sum by the number that it stands for, or pass num_targets."
 )
+# For each term, what its divisor follows, and the terms whose divisor it has.
+Known = tuple[dict[TermKey, set[str]], dict[TermKey, set[TermKey]]]
 ALL_KINDS = {BY_TARGETS, BY_NONZERO, BY_SAMPLES, BY_NOTHING}
 
 
@@ -80,13 +82,11 @@ class DivisorChecks:
         """Return what the divisor of a term, which is trusted, may be proportional to."""
         return self.followed.get(key, set()) - {BY_NOTHING}
 
-    def state(self) -> tuple[dict[TermKey, set[str]], dict[TermKey, set[TermKey]]]:
+    def state(self) -> Known:
         """Return what is known of the terms' divisors, for other ranks."""
         return self.followed, self._same_as
 
-    def merge(
-        self, states: Sequence[tuple[dict[TermKey, set[str]], dict[TermKey, set[TermKey]]]]
-    ) -> None:
+    def merge(self, states: Sequence[Known]) -> None:
         """Know what all ranks know, so that they count the same divisors.
 
         Args:

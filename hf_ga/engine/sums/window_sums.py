@@ -23,8 +23,6 @@ from hf_ga.parallel.backend import Backend
 
 # Returns the context of a backward, in which a sharded model reduces its gradients.
 Sync = Callable[[], AbstractContextManager[None]]
-
-
 INEXACT_LOSS = (
     "hf_ga: torch does not keep the values of several sums in the loss, which have divisors of "
     "their own: the loss of a window that is returned or logged depends on the split. The update "
