@@ -43,6 +43,7 @@ from hf_ga.engine.look.padding_trial import PaddingTrial
 from hf_ga.engine.look.recorder import OutputRecorder, choices_among_samples, widths_of
 from hf_ga.engine.look.refusals import (
     chosen_among_samples,
+    compared_with_statistic,
     computed_in_two_ways,
     depends_on_company,
 )
@@ -427,6 +428,8 @@ class WindowEngine:
                 )
                 stack.callback(lambda: self._weight_check.note_buffers(self._state_check.kept))
                 stack.enter_context(watching)
+                if not is_traced:
+                    stack.enter_context(self._recorder.statistics.watching())
             stack.enter_context(without_cudnn_attention())
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))
@@ -456,6 +459,7 @@ class WindowEngine:
             LossNotAdditive: If the loss is not a sum of means, or compares samples.
             UnkeyedRandomness: If a random number was drawn that cannot be tied to samples.
         """
+        self._recorder.statistics.stop()
         _check_scalar(loss)
         self.draw_check.check()
         self.draw_check.check_between_backwards()
@@ -561,6 +565,7 @@ class WindowEngine:
         widths = widths_of(self.slot.micro_batch.batch)
         data_readings = [r for r in readings if r.term is None or not r.term.is_penalty]
         footprints = self._footprints(loss, data_readings, positions)
+        self._check_statistics(loss, data_readings)
         choices = self._choices(loss, data_readings, len(positions))
         if self._is_in_rehearsal:
             rehearsal.choices |= choices
@@ -653,6 +658,13 @@ class WindowEngine:
             functions = choices_among_samples(nodes, num_samples)
             found |= {(reading.key, function) for function in functions}
         return found
+
+    def _check_statistics(self, loss: Tensor, readings: Sequence[Reading]) -> None:
+        """Check that the loop compared no samples with a statistic of the micro-batch."""
+        for reading in readings:
+            nodes = [loss.grad_fn] if reading.term is None else reading.term.nodes
+            for function in self._recorder.statistics.functions_below(nodes):
+                raise compared_with_statistic(reading.name, function)
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from hf_ga.engine.checks.statistic_check import StatisticCheck
 from hf_ga.engine.look.inside import BackwardCode, nodes_below
 from hf_ga.loss.nodes.saved import inputs, output_shape
 from hf_ga.loss.penalty import PARAMETER, Penalties
@@ -72,12 +73,14 @@ class OutputRecorder:
         outputs: Tensors of the models' outputs that need a gradient, in the order of the calls.
         nested: Those within tuples or lists of the outputs, such as hidden states.
         inner: Outputs of submodules, for a model that returns nothing but its loss.
+        statistics: Watches what the loop computes from `outputs`.
         backward_code: Finds backward code inside of the models that torch does not provide.
     """
 
     def __init__(self) -> None:
         """Start switched off."""
         self.backward_code = BackwardCode()
+        self.statistics = StatisticCheck()
         self.clear()
 
     def clear(self) -> None:
@@ -86,6 +89,7 @@ class OutputRecorder:
         self.nested: list[Tensor] = []
         self.inner: list[Tensor] = []
         self.backward_code.clear()
+        self.statistics.clear()
 
     @contextmanager
     def recording(self, models: Sequence[nn.Module], *, with_submodules: bool) -> Iterator[None]:
@@ -112,6 +116,7 @@ class OutputRecorder:
         for value in _values(outputs):
             if _needs_gradient(value):
                 self.outputs.append(value)
+                self.statistics.watch(value)
             elif not isinstance(value, Tensor):
                 inner = named_tensors(value).values()
                 self.nested += [tensor for tensor in inner if _needs_gradient(tensor)]

@@ -20,6 +20,21 @@ def chosen_among_samples(term: str, function: str) -> LossNotAdditive:
     )
 
 
+def compared_with_statistic(term: str, function: str) -> LossNotAdditive:
+    """Return the error for samples that are compared with a statistic of their micro-batch.
+
+    Args:
+        term: The term of the loss, in words.
+        function: The function that compares.
+    """
+    return LossNotAdditive(
+        f"{term}: {function} compares samples with a statistic of their micro-batch (a mean, a "
+        "quantile, their order), so which of them count, and how much, depends on the other "
+        "samples, and no split of the window is the full batch. Compare with a constant, in the "
+        "dataset, or over the whole window with whole_batch."
+    )
+
+
 def computed_in_two_ways(term: str) -> LossNotAdditive:
     """Return the error for a sample that has a term of the loss in some company only."""
     return LossNotAdditive(
