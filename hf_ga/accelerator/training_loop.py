@@ -399,11 +399,11 @@ class TrainingLoop:
         self.engine.gradient.iteration = self._num_iterations
         accelerator.step = index + 1
         accelerator.gradient_state._set_sync_gradients(is_last)
-        batch = self.engine.backend.place(slot.micro_batch.batch)
         request = self._window.request
         if not self._is_planned:  # draws that all samples share belong to the loop's own window
             request = replace(request, index=self.num_updates_by_hand)
         self._iteration.enter_context(self.engine.micro_batch(slot, request))
+        batch = self.engine.place(slot)
         num_done = self.num_windows if self._is_planned else self._by_hand.num_steps
         has_windows = self._is_planned or self._by_hand.is_established
         if has_windows and num_done <= NUM_FIRST_WINDOWS:
@@ -492,7 +492,7 @@ class TrainingLoop:
             for index, slot in enumerate(slots):
                 if index != self._index or self.engine.slot is None:
                     raise ConfigError(DIFFERENT_SIZES)
-                batch = self.engine.backend.place(slot.micro_batch.batch)
+                batch = self.engine.place(slot)
                 self._is_followed = True
                 yield batch, index == len(slots) - 1
             if self._attempt == attempt:

@@ -298,7 +298,7 @@ class OwnLoop:
         """Run the forward and backward of a micro-batch, the window's n-th, or a rehearsal (-1)."""
         backend = self.engine.backend
         with self.engine.micro_batch(slot, window.request):
-            batch = backend.place(slot.micro_batch.batch)
+            batch = self.engine.place(slot)
             with backend.autocast():
                 outputs = callable_module(self.model)(**self._accepted(batch))
                 loss, number = self._loss(outputs, batch, index)

@@ -9,6 +9,7 @@ that it passes to `backward` read, compared with its rehearsal, and added to the
     finish(...)                  one sum over ranks; `.grad` appears
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -428,8 +429,8 @@ class WindowEngine:
                 )
                 stack.callback(lambda: self._weight_check.note_buffers(self._state_check.kept))
                 stack.enter_context(watching)
-                if not is_traced:
-                    stack.enter_context(self._recorder.statistics.watching())
+            if self._watches_statistics(slot):
+                stack.enter_context(self._recorder.statistics.watching())
             stack.enter_context(without_cudnn_attention())
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))
@@ -437,6 +438,20 @@ class WindowEngine:
             if self._router is not None:
                 stack.enter_context(self._router.patched_in(slot))
             yield
+
+    def _watches_statistics(self, slot: Slot) -> bool:
+        """Whether it is watched what the loop computes: in a rehearsal, and in the micro-batch that
+        follows, but not in all, as what is compiled must be read, too.
+        """
+        if self._rehearsal is None or any(map(is_compiled, map(unwrapped, self.models))):
+            return False
+        return slot.is_rehearsal or not self.gradient.num_backwards
+
+    def place(self, slot: Slot) -> Any:
+        """Return a copy of the batch of the current micro-batch on the device."""
+        batch = self.backend.place(slot.micro_batch.batch)
+        self._recorder.statistics.note_batch(batch, len(slot.micro_batch))
+        return batch
 
     def add(
         self,
@@ -660,11 +675,22 @@ class WindowEngine:
         return found
 
     def _check_statistics(self, loss: Tensor, readings: Sequence[Reading]) -> None:
-        """Check that the loop compared no samples with a statistic of the micro-batch."""
+        """Check that the loop compared no samples with a statistic of the micro-batch, nor with
+        numbers that are others in the rehearsal, as such statistics are.
+        """
+        rehearsed = self._rehearsal.numbers
         for reading in readings:
             nodes = [loss.grad_fn] if reading.term is None else reading.term.nodes
-            for function in self._recorder.statistics.functions_below(nodes):
-                raise compared_with_statistic(reading.name, function)
+            numbers: dict[tuple[TermKey, str], set[frozenset[float]]] = defaultdict(set)
+            for step in self._recorder.statistics.steps_below(nodes):
+                if step.is_mixed:
+                    raise compared_with_statistic(reading.name, step.function)
+                numbers[reading.key, step.function].add(step.numbers)
+            if self._is_in_rehearsal:
+                rehearsed |= numbers
+            for key, of_function in numbers.items():
+                if of_function != rehearsed.get(key, of_function):
+                    raise compared_with_statistic(reading.name, key[1])
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:

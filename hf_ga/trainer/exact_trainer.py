@@ -262,7 +262,7 @@ class TrainerWindow:
             self._own_loss(backward),
             self.engine.failing_together(),
         ):
-            step(self.engine.backend.place(dict(slot.micro_batch.batch)))
+            step(dict(self.engine.place(slot)))
 
     @contextmanager
     def _own_loss(self, backward: Callable[..., None]) -> Iterator[None]:

@@ -64,6 +64,22 @@ def detached_topk(outputs: Tensor, labels: Tensor) -> Tensor:
     return losses[losses.detach().topk(2).indices].mean()
 
 
+def above_a_number(outputs: Tensor, labels: Tensor) -> Tensor:
+    losses = losses_of(outputs, labels)
+    return losses[losses > losses.mean().item()].mean()
+
+
+def limited_by_a_number(outputs: Tensor, labels: Tensor) -> Tensor:
+    losses = losses_of(outputs, labels)
+    return losses.clamp(max=2.0 * float(losses.detach().mean())).mean()
+
+
+def of_large_labels(outputs: Tensor, labels: Tensor) -> Tensor:
+    """By a statistic of the data."""
+    weights = (labels >= labels.float().mean()).float()
+    return (losses_of(outputs, labels) * weights).sum() / weights.sum()
+
+
 COMPARED = [
     above_the_mean,
     weighted_above_the_median,
@@ -72,6 +88,9 @@ COMPARED = [
     set_in_place,
     limited,
     detached_topk,
+    above_a_number,
+    limited_by_a_number,
+    of_large_labels,
 ]
 
 
@@ -116,7 +135,7 @@ def by_constants(outputs: Tensor, labels: Tensor) -> Tensor:
     torch.save(losses.detach(), io.BytesIO())
     of_rows = [row.relu()[row > row.mean()].sum() for row in outputs]
     kept = outputs[outputs > outputs.mean(-1, keepdim=True)].abs().sum() / len(outputs)
-    weights = (losses > 1.0).float()
+    weights = (losses.clamp(0.1, 5.0) > 1.0).float()
     return (losses * weights).sum() / weights.sum() + kept + torch.stack(of_rows).mean()
 
 

@@ -2,14 +2,16 @@
 only where it exceeds the mean of all.
 
 A comparison passes no gradient, so the graph of the loss does not show it, and a sample may lie on
-the same side in any company that a rehearsal tries. So a model's outputs are watched in a
-rehearsal: what is computed from them knows whether it depends on other samples.
+the same side in any company that a rehearsal tries. So what a loop computes from the outputs of its
+models and from the batch is watched where a window is rehearsed: each tensor knows what it was
+computed from. A statistic that became a number of Python shows in that the number differs between
+micro-batches.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,14 +20,33 @@ from torch.autograd.graph import Node
 
 from hf_ga.engine.look.inside import nodes_below
 from hf_ga.model.forward import force_eager
+from hf_ga.model.outputs import named_tensors
 
 MAX_NODES = 200  # of a term's graph, from the loss on
+# Functions whose result changes in steps, or whose gradient does.
 COMPARISONS = {"eq", "ne", "gt", "ge", "lt", "le", "isclose", "bucketize", "searchsorted"}
 STEPS = COMPARISONS | {"sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc", "relu", "abs"}
 LIMITS = {"clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "max", "min"}
 ORDERS = {"topk", "sort", "argsort", "msort"}
+# Functions that may return what is of one sample.
 SPLITS = {"unbind", "select", "split", "chunk", "tensor_split"}
+# Functions that show the class of a tensor.
 SHOWN = {"__deepcopy__", "__reduce_ex__", "__repr__"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A comparison, or what else changes in steps, on which samples depend.
+
+    Attributes:
+        function: The function of torch.
+        numbers: The numbers of Python that it depends on.
+        is_mixed: Whether it depends on a statistic of several samples.
+    """
+
+    function: str
+    numbers: frozenset[float]
+    is_mixed: bool
 
 
 @dataclass(frozen=True)
@@ -36,28 +57,32 @@ class Origin:
         check: The check that watches it.
         is_statistic: Whether it is one number of several samples.
         is_mixed: Whether its rows depend on such a number.
-        function: That by which they do so in steps, without a gradient. None: in no such way.
+        numbers: The numbers of Python that its rows depend on.
+        steps: The steps that it depends on.
     """
 
     check: "StatisticCheck"
     is_statistic: bool = False
     is_mixed: bool = False
-    function: str | None = None
+    numbers: frozenset[float] = frozenset()
+    steps: frozenset[Step] = frozenset()
 
 
 class StatisticCheck:
-    """Watches what a loop computes from the outputs of its models in one micro-batch."""
+    """Watches what a loop computes in one micro-batch, between its forwards and its backward."""
 
     def __init__(self) -> None:
         """Start switched off."""
         self._is_on = False
+        self._inputs: list[Tensor] = []  # with a row for each sample
+        self._outputs: list[Tensor] = []
         self._watched: list[weakref.ref[Tensor]] = []
-        self._function_at: dict[Node, str] = {}
+        self._steps_at: dict[Node, frozenset[Step]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch in the block, until `stop`. Compiled functions of the loop run eagerly: they do not
-        take watched tensors.
+        """Watch in the block. Compiled functions of the loop run eagerly: they do not take watched
+        tensors.
         """
         self._is_on = True
         try:
@@ -65,58 +90,76 @@ class StatisticCheck:
                 yield
         finally:
             self.stop()
+            self._is_on = False
+            self._inputs = []
+            self._outputs = []
+            self._steps_at = {}
 
     def stop(self) -> None:
-        """Watch no longer: all watched tensors are plain ones again."""
-        self._is_on = False
+        """Watch no longer, up to the next output: all watched tensors are plain ones again."""
         for reference in self._watched:
             tensor = reference()
             if tensor is not None:
                 _make_plain(tensor)
         self._watched = []
 
-    def clear(self) -> None:
-        """Forget the graph of a micro-batch."""
-        self._function_at = {}
-
-    def watch(self, tensor: Tensor) -> None:
-        """Watch an output of a model with rows of samples."""
+    def note_batch(self, batch: Any, num_samples: int) -> None:
+        """Note a batch that the loop has."""
         if self._is_on:
+            tensors = named_tensors(batch).values()
+            self._inputs += [t for t in tensors if t.dim() and len(t) == num_samples]
+
+    def watch(self, output: Tensor) -> None:
+        """Watch an output of a model, those before it, and the batch."""
+        if not self._is_on:
+            return
+        self._outputs.append(output)
+        for tensor in (*self._inputs, *self._outputs):
             self._mark(tensor, Origin(self))
 
-    def functions_below(self, nodes: Sequence[Node]) -> set[str]:
-        """Return the functions below a term that compare samples with a statistic of several.
+    def steps_below(self, nodes: Sequence[Node]) -> set[Step]:
+        """Return the steps that a term depends on.
 
         Args:
             nodes: The nodes of the term.
         """
-        below = nodes_below(nodes, MAX_NODES) if self._function_at else ()
-        return {self._function_at[node] for node in below if node in self._function_at}
+        below = nodes_below(nodes, MAX_NODES) if self._steps_at else ()
+        return {step for node in below for step in self._steps_at.get(node, ())}
 
-    def note(self, name: str, values: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    def note(
+        self, name: str, arguments: Sequence[Any], values: Sequence[Tensor], results: list[Tensor]
+    ) -> None:
         """Note what a function of torch computed from watched tensors.
 
         Args:
             name: The function's name.
-            values: The watched tensors among its arguments.
+            arguments: What it was given.
+            values: The watched tensors among them.
             results: The tensors that it returned.
         """
-        if not self._is_on:
-            return
         origins = [value.origin for value in values]
         are_statistics = [origin.is_statistic for origin in origins]
         is_compared = any(are_statistics) and not all(are_statistics)
         is_mixed = is_compared or any(o.is_mixed and not o.is_statistic for o in origins)
+        numbers = frozenset[float]()
+        if not all(are_statistics):
+            numbers = numbers.union(
+                *(origin.numbers for origin in origins),
+                (number for number in arguments if isinstance(number, float)),
+            )
+        steps = frozenset[Step]().union(*(origin.steps for origin in origins))
         is_ordered = name in ORDERS and values[0].dim() == 1
-        functions = [origin.function for origin in origins if origin.function is not None]
-        if is_ordered or (is_mixed and name in STEPS) or (is_compared and name in LIMITS):
-            functions.append(f"torch.{name}")
-        function = functions[0] if functions else None
+        is_step = is_ordered or name in STEPS or (is_compared and name in LIMITS)
+        if is_step and (is_ordered or is_mixed):
+            steps |= {Step(f"torch.{name}", numbers, is_mixed=True)}
+        elif numbers and name in STEPS | LIMITS:
+            steps |= {Step(f"torch.{name}", numbers, is_mixed=False)}
+        origin = Origin(self, False, is_mixed, numbers, steps)
         for result in results:
-            if function is not None and result.grad_fn is not None:
-                self._function_at[result.grad_fn] = function
+            if steps and result.grad_fn is not None:
+                self._steps_at[result.grad_fn] = steps
             is_statistic = all(are_statistics) or result.numel() == 1
-            self._mark(result, Origin(self, is_statistic, is_mixed, function))
+            self._mark(result, replace(origin, is_statistic=is_statistic))
 
     def _mark(self, tensor: Tensor, origin: Origin) -> None:
         """Watch a tensor: in place, as another object would be another node of the graph."""
@@ -128,10 +171,10 @@ class StatisticCheck:
 
 
 class WatchedTensor(Tensor):
-    """A tensor that was computed from outputs of a model.
+    """A tensor of which is known what it was computed from.
 
     Attributes:
-        origin: What it was computed from.
+        origin: What that is.
     """
 
     origin: Origin
@@ -147,16 +190,17 @@ class WatchedTensor(Tensor):
         """Run a function of torch, and note its results unless they are of single samples."""
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in SHOWN:  # the class, which the loop must not meet
+        if name in SHOWN:
             _make_plain(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
         if name in SPLITS or (name == "__getitem__" and _takes_one_row(args[1])):
             return result
+        arguments = [*args, *kwargs.values()]
         results = list(_tensors(args[:1] if name == "__setitem__" else [result]))
-        values = [v for v in _tensors([*args, *kwargs.values()]) if type(v) is WatchedTensor]
+        values = [tensor for tensor in _tensors(arguments) if type(tensor) is WatchedTensor]
         if results and values:
-            values[0].origin.check.note(name, values, results)
+            values[0].origin.check.note(name, arguments, values, results)
         return result
 
 

@@ -89,7 +89,6 @@ class OutputRecorder:
         self.nested: list[Tensor] = []
         self.inner: list[Tensor] = []
         self.backward_code.clear()
-        self.statistics.clear()
 
     @contextmanager
     def recording(self, models: Sequence[nn.Module], *, with_submodules: bool) -> Iterator[None]:
@@ -102,6 +101,7 @@ class OutputRecorder:
                     for module in model.modules()
                     if module is not model and not list(module.children())
                 ]
+            handles.append(model.register_forward_pre_hook(Hook(self._stop_watching)))
             handles.append(model.register_forward_hook(Hook(self._record)))
         try:
             with self.backward_code.recording():
@@ -110,6 +110,10 @@ class OutputRecorder:
             for handle in handles:
                 handle.remove()
             self.clear()
+
+    def _stop_watching(self, module: nn.Module, args: tuple) -> None:
+        """Let a model take plain tensors; a forward pre-hook."""
+        self.statistics.stop()
 
     def _record(self, module: nn.Module, args: tuple, outputs: Any) -> None:
         """Record the outputs of a model; a forward hook."""

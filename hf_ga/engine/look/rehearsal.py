@@ -56,6 +56,7 @@ class Rehearsal:
         is_compared: Whether any came again. They do not in a window that is one micro-batch.
         uncompared: The terms of which no sample was found again in the window.
         choices: (term, function that chooses among the samples), of the rehearsal.
+        numbers: For each term and function that compares its samples with numbers, these numbers.
         widths: `widths_of` its batch.
         widths_now: Those of the micro-batch that is compared with it.
         num_samples: Number of samples of its batch.
@@ -72,6 +73,7 @@ class Rehearsal:
         self.is_compared = False
         self.uncompared: set[TermKey] = set()
         self.choices: set[tuple[TermKey, str]] = set()
+        self.numbers: dict[tuple[TermKey, str], set[frozenset[float]]] = {}
         self.widths: list[torch.Size] = []
         self.widths_now: list[torch.Size] = []
         self.num_samples = 0
