@@ -94,10 +94,25 @@ COMPARED = [
 ]
 
 
-def train(loss_of, batch_size: int = BATCH_SIZE) -> tuple[Tensor, list[Tensor]]:
+class Classifier(nn.Module):
+    """It computes its loss itself, or lets the loop do that."""
+
+    def __init__(self, loss_of):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.loss_of = loss_of
+
+    def forward(self, features, labels=None):
+        outputs = self.layer(features)
+        return outputs if labels is None else self.loss_of(outputs, labels)
+
+
+def train(
+    loss_of, batch_size: int = BATCH_SIZE, *, is_own_loss: bool = False
+) -> tuple[Tensor, list[Tensor]]:
     """The gradient of one window, and the outputs that the loop met."""
     torch.manual_seed(0)
-    model = nn.Linear(3, 3)
+    model = Classifier(loss_of)
     features = torch.randn(NUM_SAMPLES, 3)
     labels = torch.arange(NUM_SAMPLES) % 3
     accelerator = hf_ga.Accelerator(cpu=True, gradient_accumulation_steps=NUM_SAMPLES // batch_size)
@@ -107,16 +122,17 @@ def train(loss_of, batch_size: int = BATCH_SIZE) -> tuple[Tensor, list[Tensor]]:
     outputs_met = []
     for x, y in loader:
         with accelerator.accumulate(model):
-            outputs = model(x)
-            accelerator.backward(loss_of(outputs, y))
+            outputs = model(x, y if is_own_loss else None)
+            accelerator.backward(outputs if is_own_loss else loss_of(outputs, y))
             outputs_met.append(outputs)
     return torch.cat([p.grad.flatten() for p in model.parameters()]), outputs_met
 
 
+@pytest.mark.parametrize("is_own_loss", [False, True], ids=["of the loop", "of the model"])
 @pytest.mark.parametrize("loss_of", COMPARED)
-def test_samples_that_are_compared_with_a_statistic_are_refused(loss_of):
+def test_samples_that_are_compared_with_a_statistic_are_refused(loss_of, is_own_loss):
     with pytest.raises(hf_ga.LossNotAdditive, match="compares samples with a statistic"):
-        train(loss_of)
+        train(loss_of, is_own_loss=is_own_loss)
 
 
 @pytest.mark.parametrize("loss_of", COMPARED)

@@ -75,7 +75,6 @@ class StatisticCheck:
         """Start switched off."""
         self._is_on = False
         self._inputs: list[Tensor] = []  # with a row for each sample
-        self._outputs: list[Tensor] = []
         self._watched: list[weakref.ref[Tensor]] = []
         self._steps_at: dict[Node, frozenset[Step]] = {}
 
@@ -92,7 +91,6 @@ class StatisticCheck:
             self.stop()
             self._is_on = False
             self._inputs = []
-            self._outputs = []
             self._steps_at = {}
 
     def stop(self) -> None:
@@ -109,13 +107,11 @@ class StatisticCheck:
             tensors = named_tensors(batch).values()
             self._inputs += [t for t in tensors if t.dim() and len(t) == num_samples]
 
-    def watch(self, output: Tensor) -> None:
-        """Watch an output of a model, those before it, and the batch."""
-        if not self._is_on:
-            return
-        self._outputs.append(output)
-        for tensor in (*self._inputs, *self._outputs):
-            self._mark(tensor, Origin(self))
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Watch outputs of models or of their layers, and the batch."""
+        if self._is_on:
+            for tensor in (*self._inputs, *outputs):
+                self._mark(tensor, Origin(self))
 
     def steps_below(self, nodes: Sequence[Node]) -> set[Step]:
         """Return the steps that a term depends on.

@@ -96,10 +96,19 @@ class OutputRecorder:
         handles = []
         for model in models:
             if with_submodules:
-                handles += [
-                    module.register_forward_hook(Hook(self._record_inner))
+                layers = [
+                    module
                     for module in model.modules()
                     if module is not model and not list(module.children())
+                ]
+                handles += [
+                    layer.register_forward_hook(Hook(self._record_inner)) for layer in layers
+                ]
+                # The loss that a model computes itself comes after its last layer with weights.
+                with_weights = [layer for layer in layers if layer._parameters]
+                handles += [
+                    layer.register_forward_hook(Hook(self._watch_inner))
+                    for layer in with_weights[-1:]
                 ]
             handles.append(model.register_forward_pre_hook(Hook(self._stop_watching)))
             handles.append(model.register_forward_hook(Hook(self._record)))
@@ -120,14 +129,18 @@ class OutputRecorder:
         for value in _values(outputs):
             if _needs_gradient(value):
                 self.outputs.append(value)
-                self.statistics.watch(value)
             elif not isinstance(value, Tensor):
                 inner = named_tensors(value).values()
                 self.nested += [tensor for tensor in inner if _needs_gradient(tensor)]
+        self.statistics.watch(self.outputs + self.nested)
 
     def _record_inner(self, module: nn.Module, args: tuple, outputs: Any) -> None:
         """Record the outputs of a submodule; a forward hook."""
         self.inner += [value for value in _values(outputs) if _needs_gradient(value)]
+
+    def _watch_inner(self, module: nn.Module, args: tuple, outputs: Any) -> None:
+        """Watch what a model computes after its last layer; a forward hook."""
+        self.statistics.watch(self.inner)
 
     def candidates(self, num_samples: int, nodes: Sequence[Node]) -> Iterator[list[Watched]]:
         """Yield lists of what a term may be computed from, the nearest to the loss first.
