@@ -56,12 +56,28 @@ def set_in_place(outputs: Tensor, labels: Tensor) -> Tensor:
 
 def limited(outputs: Tensor, labels: Tensor) -> Tensor:
     losses = losses_of(outputs, labels)
-    return losses.clamp(max=3 * losses.detach().mean()).mean()
+    return losses.clone().clamp_(max=3 * losses.detach().mean()).mean()
 
 
 def detached_topk(outputs: Tensor, labels: Tensor) -> Tensor:
     losses = losses_of(outputs, labels)
     return losses[losses.detach().topk(2).indices].mean()
+
+
+def sorted_half(outputs: Tensor, labels: Tensor) -> Tensor:
+    losses = losses_of(outputs, labels)
+    return losses[losses.detach().argsort()[len(losses) // 2 :]].mean()
+
+
+def above_a_rank(outputs: Tensor, labels: Tensor) -> Tensor:
+    losses = losses_of(outputs, labels)
+    return losses[losses >= losses.sort().values[1]].mean()
+
+
+def of_low_ranks(outputs: Tensor, labels: Tensor) -> Tensor:
+    losses = losses_of(outputs, labels)
+    ranks = losses.argsort().argsort()
+    return (losses * (ranks < 3)).mean()
 
 
 def above_a_number(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -88,6 +104,9 @@ COMPARED = [
     set_in_place,
     limited,
     detached_topk,
+    sorted_half,
+    above_a_rank,
+    of_low_ranks,
     above_a_number,
     limited_by_a_number,
     of_large_labels,
@@ -143,8 +162,11 @@ def test_a_full_batch_may_compare_samples(loss_of):
 
 
 def by_constants(outputs: Tensor, labels: Tensor) -> Tensor:
-    """The hardest ones by a constant, statistics of one sample, statistics that are only shown."""
-    losses = losses_of(outputs, labels)
+    """The hardest ones by a constant, statistics of one sample, another order of the samples,
+    statistics that are only shown.
+    """
+    order = labels.argsort()
+    losses = losses_of(outputs, labels)[order]
     shown = (losses * (losses > losses.mean())).mean()
     assert repr(shown).startswith("tensor(")
     copy.deepcopy(losses.detach())

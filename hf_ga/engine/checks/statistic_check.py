@@ -25,9 +25,12 @@ from hf_ga.model.outputs import named_tensors
 MAX_NODES = 200  # of a term's graph, from the loss on
 # Functions whose result changes in steps, or whose gradient does.
 COMPARISONS = {"eq", "ne", "gt", "ge", "lt", "le", "isclose", "bucketize", "searchsorted"}
-STEPS = COMPARISONS | {"sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc", "relu", "abs"}
+COMPARISONS |= {"not_equal", "greater", "greater_equal", "less", "less_equal"}
+ROUNDINGS = {"sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc"}
+STEPS = COMPARISONS | ROUNDINGS | {"relu", "leaky_relu", "hardtanh", "threshold", "abs", "l1_loss"}
 LIMITS = {"clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "max", "min"}
-ORDERS = {"topk", "sort", "argsort", "msort"}
+ORDERS = {"sort", "argsort", "msort"}
+INDEXING = {"__getitem__", "index_select", "gather", "take"}
 # Functions that may return what is of one sample.
 SPLITS = {"unbind", "select", "split", "chunk", "tensor_split"}
 # Functions that show the class of a tensor.
@@ -56,7 +59,9 @@ class Origin:
     Attributes:
         check: The check that watches it.
         is_statistic: Whether it is one number of several samples.
-        is_mixed: Whether its rows depend on such a number.
+        is_mixed: Whether its rows depend on such a number, or on the order of samples.
+        order: The function of which it is the result, if it is that order: what is taken of it are
+            chosen samples.
         numbers: The numbers of Python that its rows depend on.
         steps: The steps that it depends on.
     """
@@ -64,6 +69,7 @@ class Origin:
     check: "StatisticCheck"
     is_statistic: bool = False
     is_mixed: bool = False
+    order: str | None = None
     numbers: frozenset[float] = frozenset()
     steps: frozenset[Step] = frozenset()
 
@@ -137,6 +143,8 @@ class StatisticCheck:
         are_statistics = [origin.is_statistic for origin in origins]
         is_compared = any(are_statistics) and not all(are_statistics)
         is_mixed = is_compared or any(o.is_mixed and not o.is_statistic for o in origins)
+        if name in INDEXING:  # rows in another order are the same rows
+            is_mixed = any(value.origin.is_mixed for value in values if value is arguments[0])
         numbers = frozenset[float]()
         if not all(are_statistics):
             numbers = numbers.union(
@@ -144,13 +152,16 @@ class StatisticCheck:
                 (number for number in arguments if isinstance(number, float)),
             )
         steps = frozenset[Step]().union(*(origin.steps for origin in origins))
-        is_ordered = name in ORDERS and values[0].dim() == 1
-        is_step = is_ordered or name in STEPS or (is_compared and name in LIMITS)
-        if is_step and (is_ordered or is_mixed):
-            steps |= {Step(f"torch.{name}", numbers, is_mixed=True)}
+        is_step = (is_mixed and name in STEPS) or (is_compared and name in LIMITS)
+        if is_step or (name == "topk" and values[0].dim() == 1):
+            steps |= {Step(name, numbers, is_mixed=True)}
+        elif name == "__getitem__" and origins[0].order is not None:
+            steps |= {Step(origins[0].order, numbers, is_mixed=True)}
         elif numbers and name in STEPS | LIMITS:
-            steps |= {Step(f"torch.{name}", numbers, is_mixed=False)}
-        origin = Origin(self, False, is_mixed, numbers, steps)
+            steps |= {Step(name, numbers, is_mixed=False)}
+        order = name if name in ORDERS and values[0].dim() == 1 else None
+        is_mixed |= order is not None
+        origin = Origin(self, is_mixed=is_mixed, order=order, numbers=numbers, steps=steps)
         for result in results:
             if steps and result.grad_fn is not None:
                 self._steps_at[result.grad_fn] = steps
@@ -186,11 +197,13 @@ class WatchedTensor(Tensor):
         """Run a function of torch, and note its results unless they are of single samples."""
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
+        if not name.startswith("__"):
+            name = name.removesuffix("_")  # of a function that works in place
         if name in SHOWN:
             _make_plain(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
-        if name in SPLITS or (name == "__getitem__" and _takes_one_row(args[1])):
+        if name in SPLITS or (name == "__getitem__" and _takes_one_row(*args)):
             return result
         arguments = [*args, *kwargs.values()]
         results = list(_tensors(args[:1] if name == "__setitem__" else [result]))
@@ -207,10 +220,11 @@ def _make_plain(tensor: Tensor) -> None:
         del tensor.origin
 
 
-def _takes_one_row(index: Any) -> bool:
-    """Whether an index takes a single row of the first dim."""
+def _takes_one_row(tensor: Tensor, index: Any) -> bool:
+    """Whether an index takes the row of one sample, and not one by their order."""
     first = index[0] if isinstance(index, tuple) and index else index
-    return isinstance(first, int) and not isinstance(first, bool)
+    is_order = isinstance(tensor, WatchedTensor) and tensor.origin.order is not None
+    return isinstance(first, int) and not isinstance(first, bool) and not is_order
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
