@@ -28,8 +28,8 @@ def compared_with_statistic(term: str, function: str) -> LossNotAdditive:
         function: The name of the function of torch that compares.
     """
     return LossNotAdditive(
-        f"{term}: torch.{function} compares samples with a statistic of their micro-batch (a mean, a "
-        "quantile, their order), so which of them count, and how much, depends on the other "
+        f"{term}: torch.{function} compares samples with a statistic of their micro-batch (a mean, "
+        "a quantile, their order), so which of them count, and how much, depends on the other "
         "samples, and no split of the window is the full batch. Compare with a constant, in the "
         "dataset, or over the whole window with whole_batch."
     )
