@@ -110,7 +110,7 @@ class OutputRecorder:
                     layer.register_forward_hook(Hook(self._watch_inner))
                     for layer in with_weights[-1:]
                 ]
-            handles.append(model.register_forward_pre_hook(Hook(self._stop_watching)))
+                handles.append(model.register_forward_pre_hook(Hook(self._stop_watching)))
             handles.append(model.register_forward_hook(Hook(self._record)))
         try:
             with self.backward_code.recording():
