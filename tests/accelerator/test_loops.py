@@ -1578,6 +1578,43 @@ def test_a_collate_function_that_mixes_samples_belongs_to_the_window():
         assert (loop.run(Accelerator, batch_size) - expected).norm() < CLOSE * expected.norm()
 
 
+def with_count(rows):
+    """How many samples have a class above 0, for the loss."""
+    x, y, values = map(torch.stack, zip(*rows, strict=True))
+    return x, y, values, int((y > 0).sum())
+
+
+def sum_over_count(accelerator, model, optimizer, x, y, values, count):
+    accelerator.backward((losses(model, x, y) * (y > 0)).sum() / max(count, 1))
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_a_count_of_the_collate_function_is_that_of_the_micro_batch(batch_size):
+    """Also in a rehearsal, which is padded to the window: counted there, it was a constant."""
+    counted = over(lambda mask: mask.sum().clamp(min=1))
+    loop = Loop(counted, iteration=sum_over_count, collate=with_count)
+    assert loop.error(Accelerator, batch_size) < CLOSE
+
+
+def passed_count(accelerator, model, optimizer, x, y, values, count):
+    loss = (losses(model, x, y) * (y > 0)).sum()
+    accelerator.backward(loss, num_targets=count)
+
+
+def test_a_count_of_a_random_collate_function_would_be_that_of_the_window():
+    """It is exact where the window is one micro-batch."""
+
+    def masked(rows):
+        x, y, values = map(torch.stack, zip(*rows, strict=True))
+        y = y.masked_fill(torch.rand(len(y)) < 0.4, 0)
+        return x, y, values, int((y > 0).sum())
+
+    loop = Loop(plain, iteration=passed_count, collate=masked)
+    loop.run(Accelerator, WINDOW)
+    with pytest.raises(DataError, match="'3' is one value that depends on the samples"):
+        loop.run(Accelerator, WINDOW // 2)
+
+
 # -- calls of the loop
 
 
