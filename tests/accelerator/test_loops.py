@@ -638,6 +638,22 @@ def normalised_gradients(model: nn.Module, x: Tensor, y: Tensor, values: Tensor)
     return plain(model, x, y, values)
 
 
+def with_hook_after_accumulation() -> nn.Module:
+    model = classifier()
+
+    def clamp(parameter: nn.Parameter) -> None:
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(clamp)
+    return model
+
+
+@exact(build=with_hook_after_accumulation)
+def clamped_after_accumulation(model: nn.Module, x: Tensor, y: Tensor, values: Tensor) -> Tensor:
+    return plain(model, x, y, values)
+
+
 def backward_code(change: Callable[[Tensor], Tensor | None]) -> type[torch.autograd.Function]:
     """A function that returns its input, and changes the gradient in its backward."""
 
@@ -2368,8 +2384,9 @@ def test_terms_that_micro_batches_by_hand_lack_are_said_not_to_be_tried(body, ca
 
 
 @pytest.mark.parametrize("batch_size", SPLIT)
-def test_hooks_on_parameters_in_an_accumulation_by_hand(batch_size):
-    build = EXACT["clamped_gradients"].build
+@pytest.mark.parametrize("name", ["clamped_gradients", "clamped_after_accumulation"])
+def test_hooks_on_parameters_in_an_accumulation_by_hand(name, batch_size):
+    build = EXACT[name].build
     expected = Loop(plain, build, columns=(X, LABELS, VALUES)).full_batch()
     learnt = (expected - flat(classifier())).norm()
     assert (by_hand(Accelerator, batch_size, plain, build) - expected).norm() < CLOSE * learnt
