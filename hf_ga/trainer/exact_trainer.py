@@ -564,8 +564,7 @@ def _hiding_accumulation(trainer: Trainer) -> Iterator[None]:
     of processes, or count the items of all of them.
     """
     trainer.current_gradient_accumulation_steps = 1  # Trainer's loop sets it for each window
-    own = {"gradient_accumulation_steps": 1, "average_tokens_across_devices": False}
-    with override(trainer.args, **own):
+    with override(trainer.args, gradient_accumulation_steps=1, average_tokens_across_devices=False):
         yield
 
 
