@@ -19,11 +19,12 @@ from hf_ga.accelerator.loader import Epochs, WindowedDataLoader, loader_seed, ma
 from hf_ga.accelerator.metrics import gather_rows
 from hf_ga.accelerator.resume import Resumed, resume
 from hf_ga.accelerator.state import (
-    STATE_FILE_NAME,
     InitialSchedulerState,
     SavedState,
+    begin_to_write,
     check_can_save,
     check_has_loaders,
+    check_was_written,
     folder_to_load,
     loader_positions,
     restore_positions,
@@ -398,8 +399,7 @@ class Accelerator(accelerate.Accelerator):
         check_can_save(self, has_updated=self.training_loop.has_updated)
         place = Path(output_dir or self.project_dir)
         if output_dir is not None and self.is_main_process:
-            # An earlier checkpoint in this folder is incomplete from now on.
-            (place / STATE_FILE_NAME).unlink(missing_ok=True)
+            begin_to_write(place)
         with raise_on_all_ranks(self), writing(place, place.parent, "resume the run"):
             folder = super().save_state(output_dir, *args, **kwargs)
         with raise_on_all_ranks(self), writing(place, place.parent, "resume the run"):
@@ -457,9 +457,11 @@ class Accelerator(accelerate.Accelerator):
         the same number of updates on this one. A window that was begun is given up.
 
         Raises:
-            CheckpointError: If a training loader of the saved run was not prepared yet.
+            CheckpointError: If a training loader of the saved run was not prepared yet, or
+                `save_state` was stopped while it wrote over an earlier checkpoint.
         """
         folder = folder_to_load(input_dir, self.project_dir)
+        check_was_written(folder)
         super().load_state(input_dir, *args, **kwargs)
         self.training_loop.leave_window()
         saved = SavedState.read(folder)
