@@ -1594,6 +1594,24 @@ def test_a_collate_function_that_mixes_samples_belongs_to_the_window():
         assert (loop.run(Accelerator, batch_size) - expected).norm() < CLOSE * expected.norm()
 
 
+def packed(model, x, y, values):
+    """As `pack_padded_sequence`, which needs the longest sample first."""
+    assert torch.equal(values[:, 0].sort(descending=True).values, values[:, 0])
+    return cross_entropy(model, x, y)
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_a_collate_function_may_sort_the_samples_of_its_batch(batch_size):
+    """Windows are collated as one then, as rows are those of other samples in each split."""
+
+    def longest_first(rows):
+        rows = sorted(rows, key=lambda row: -float(row[2][0]))
+        return tuple(map(torch.stack, zip(*rows, strict=True)))
+
+    loop = Loop(packed, full_body=plain, collate=longest_first)
+    assert loop.error(Accelerator, batch_size) < CLOSE
+
+
 def with_count(rows):
     """How many samples have a class above 0, for the loss."""
     x, y, values = map(torch.stack, zip(*rows, strict=True))
