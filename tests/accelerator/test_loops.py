@@ -2096,6 +2096,18 @@ def test_a_shorter_second_loader_that_begins_again(repeat, is_told, caplog):
     assert is_told or error < CLOSE
 
 
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_a_second_loader_that_is_not_prepared_is_told(batch_size, caplog):
+    """Its batches beside a rehearsal are lost, and those after it are too few."""
+    samples = TensorDataset(torch.cat([X[:16]] * 2), torch.cat([Y[:16]] * 2))
+    other = DataLoader(samples, batch_size)
+    train_on_two(Accelerator, batch_size, (samples, samples), lambda second: other)
+    assert "pass each loader to accelerator.prepare" in caplog.text
+    caplog.clear()
+    train_on_two(Accelerator, batch_size, (samples, samples))
+    assert "pass each loader" not in caplog.text
+
+
 @pytest.mark.parametrize("batch_size", LAYOUTS)
 def test_nested_batches(batch_size):
     """With names, which are no tensors."""
