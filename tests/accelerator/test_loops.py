@@ -2142,9 +2142,10 @@ def by_hand(
     after: Callable[[Any], None] = lambda optimizer: None,
     more: tuple[Body, ...] = (),
     labels: Tensor = LABELS,
+    is_last_after: bool = False,
 ) -> Tensor:
     """Accelerator is told nothing of it; the last window of the epoch is short. `after` is called
-    after each iteration.
+    after each iteration. `is_last_after`: its step comes after the loop.
     """
     reset_states()
     steps = WINDOW // batch_size
@@ -2157,11 +2158,16 @@ def by_hand(
         for of_batch in (body, *more):
             loss = of_batch(model, *batch)
             accelerator.backward(loss if steps == 1 else loss / steps)
-        if (number + first) % steps == 0 or number == len(loader) - 1:
+        is_last = number == len(loader) - 1 and not is_last_after
+        if (number + first) % steps == 0 or is_last:
             nn.utils.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
             optimizer.zero_grad()
         after(optimizer.optimizer)
+    if is_last_after:
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        optimizer.zero_grad()
     return flat(model)
 
 
