@@ -12,6 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -37,7 +38,7 @@ from hf_ga.model.precision import check_step
 from hf_ga.order.layout import Layout
 from hf_ga.parallel.backend import check_supported, keep_process_group_alive
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, exact_sharding
-from hf_ga.parallel.processes import raise_on_all_ranks
+from hf_ga.parallel.processes import gather_uneven, raise_on_all_ranks
 from hf_ga.recovery.files import writing
 
 logger = get_logger(__name__)
@@ -329,6 +330,16 @@ class Accelerator(accelerate.Accelerator):
                 print(f"loss {accelerator.window_loss.item():.4f}")
         """
         return self.training_loop.loss
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors from all processes as `accelerate.Accelerator.gather` does.
+
+        In a training loop, their numbers of rows may differ, as those of micro-batches may.
+        """
+        gather = super().gather
+        if self.training_loop.engine.slot is None:
+            return gather(tensor)
+        return recursively_apply(partial(gather_uneven, gather), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values from all processes as `accelerate.Accelerator.gather_for_metrics` does.
