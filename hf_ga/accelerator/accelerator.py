@@ -12,6 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -19,11 +20,12 @@ from hf_ga.accelerator.loader import Epochs, WindowedDataLoader, loader_seed, ma
 from hf_ga.accelerator.metrics import gather_rows
 from hf_ga.accelerator.resume import Resumed, resume
 from hf_ga.accelerator.state import (
-    STATE_FILE_NAME,
     InitialSchedulerState,
     SavedState,
+    begin_to_write,
     check_can_save,
     check_has_loaders,
+    check_was_written,
     folder_to_load,
     loader_positions,
     restore_positions,
@@ -36,7 +38,7 @@ from hf_ga.model.precision import check_step
 from hf_ga.order.layout import Layout
 from hf_ga.parallel.backend import check_supported, keep_process_group_alive
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, exact_sharding
-from hf_ga.parallel.processes import raise_on_all_ranks
+from hf_ga.parallel.processes import gather_uneven, raise_on_all_ranks
 from hf_ga.recovery.files import writing
 
 logger = get_logger(__name__)
@@ -329,6 +331,16 @@ class Accelerator(accelerate.Accelerator):
         """
         return self.training_loop.loss
 
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors from all processes as `accelerate.Accelerator.gather` does.
+
+        In a training loop, their numbers of rows may differ, as those of micro-batches may.
+        """
+        gather = super().gather
+        if self.training_loop.engine.slot is None:
+            return gather(tensor)
+        return recursively_apply(partial(gather_uneven, gather), tensor)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values from all processes as `accelerate.Accelerator.gather_for_metrics` does.
 
@@ -398,8 +410,7 @@ class Accelerator(accelerate.Accelerator):
         check_can_save(self, has_updated=self.training_loop.has_updated)
         place = Path(output_dir or self.project_dir)
         if output_dir is not None and self.is_main_process:
-            # An earlier checkpoint in this folder is incomplete from now on.
-            (place / STATE_FILE_NAME).unlink(missing_ok=True)
+            begin_to_write(place)
         with raise_on_all_ranks(self), writing(place, place.parent, "resume the run"):
             folder = super().save_state(output_dir, *args, **kwargs)
         with raise_on_all_ranks(self), writing(place, place.parent, "resume the run"):
@@ -457,9 +468,11 @@ class Accelerator(accelerate.Accelerator):
         the same number of updates on this one. A window that was begun is given up.
 
         Raises:
-            CheckpointError: If a training loader of the saved run was not prepared yet.
+            CheckpointError: If a training loader of the saved run was not prepared yet, or
+                `save_state` was stopped while it wrote over an earlier checkpoint.
         """
         folder = folder_to_load(input_dir, self.project_dir)
+        check_was_written(folder)
         super().load_state(input_dir, *args, **kwargs)
         self.training_loop.leave_window()
         saved = SavedState.read(folder)

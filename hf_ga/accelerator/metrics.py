@@ -7,8 +7,6 @@ from accelerate.utils import gather_object
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
-from hf_ga.parallel.processes import gather_uneven
-
 
 def gather_rows(
     accelerator: accelerate.Accelerator, values: Any, num_rows: int, *, as_objects: bool
@@ -34,7 +32,7 @@ def gather_rows(
     def gather(value: Tensor) -> Tensor:
         """Gather the rows of one tensor of the user's metrics from all processes."""
         local_rows = value[:num_rows] if value.dim() else value
-        return gather_uneven(accelerator.gather, local_rows)
+        return accelerator.gather(local_rows)
 
     return recursively_apply(gather, values)
 

@@ -19,6 +19,7 @@ from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.recovery.files import flush_tree, write_json
 
 STATE_FILE_NAME = "hf_ga_state.json"
+EARLIER_FILE_NAME = "hf_ga_state.earlier.json"  # while a checkpoint is written over another one
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class SavedState:
         """
         flush_tree(folder)
         write_json(folder / STATE_FILE_NAME, asdict(self))
+        (folder / EARLIER_FILE_NAME).unlink(missing_ok=True)
 
     @staticmethod
     def read(folder: Path) -> "SavedState | None":
@@ -144,6 +146,23 @@ def check_can_save(accelerator: accelerate.Accelerator, *, has_updated: bool) ->
         raise ConfigError(
             "save_state: FSDP1 on CPU processes frees the weights that torch gathers for the "
             "checkpoint, and the process would crash. On a CPU use FSDP2 or DDP."
+        )
+
+
+def begin_to_write(folder: Path) -> None:
+    """Let an earlier checkpoint in a folder be incomplete from now on: it is written again."""
+    path = folder / STATE_FILE_NAME
+    if path.exists():
+        path.replace(folder / EARLIER_FILE_NAME)
+
+
+def check_was_written(folder: Path) -> None:
+    """Check, in `load_state`, that a checkpoint was not left in the middle of `begin_to_write`."""
+    is_complete = (folder / STATE_FILE_NAME).exists()
+    if not is_complete and (folder / EARLIER_FILE_NAME).exists():
+        raise CheckpointError(
+            f"{folder}: save_state was stopped while it wrote over an earlier checkpoint, so its "
+            "files may be of two steps: load another one, and give each a folder of its own."
         )
 
 

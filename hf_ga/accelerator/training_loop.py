@@ -663,6 +663,9 @@ class TrainingLoop:
         """
         engine = self.engine
         bypasses_backward = not self._is_planned and not self._by_hand.is_used
+        if engine.slot is None and not self._is_planned and self._by_hand.is_open:
+            self._by_hand.check_step()  # after an epoch, for its last window
+            return
         if engine.gradient is None or engine.slot is None or bypasses_backward:
             if has_gradients([optimizer]):
                 raise early_step()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_ga.engine.checks.lone_terms import LoneTerms
 from hf_ga.engine.checks.sample_count import SampleCount, check_samples
-from hf_ga.engine.parameter_hooks import after_hooks
+from hf_ga.engine.parameter_hooks import after_hooks, has_hooks
 from hf_ga.engine.sums.agreement import (
     check_factors,
     factor_sums,
@@ -513,7 +513,7 @@ class WindowGradient:
             "has_padded": [float(self.computed < Computed.REAL)],
             "has_no_rows": [float(self.computed < Computed.ROWS)],
             "iteration": power_sums([self.iteration % LARGEST_ITERATION]),
-            "has_hooks": [float(any(parameter._backward_hooks for parameter in self.parameters))],
+            "has_hooks": [float(any(map(has_hooks, self.parameters)))],
             "widths": power_sums(self.widths),
             "parts": [float(self.sums.part)],
             "samples": self.samples.sums(),

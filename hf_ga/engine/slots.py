@@ -51,6 +51,8 @@ def rehearsed_slots(window: Window, *, is_first: bool) -> list[Slot]:
     choice = _choice(window, is_first=is_first)
     rehearsed, parts = rehearsal_parts(own, max(1, num_planned - 1), choice)
     slots = [Slot(micro_batch) for micro_batch in window.split(parts).micro_batches]
+    if len(parts) > 1 or window.request.pad_to_window:
+        rehearsed = np.sort(rehearsed)  # as a collate function may, if the model needs it
     slots.insert(0, _rehearsal(window, rehearsed, pad_to_window=len(parts) > 1))
     return _with_fillers(slots, window, max(2, num_planned))
 
@@ -100,7 +102,7 @@ def extra_rehearsal(
     if not len(own):
         return _with_fillers([], window, 1)[0]
     choice = _choice(window, positions, is_first=is_first)
-    return _rehearsal(window, rehearsed_offsets(own, choice))
+    return _rehearsal(window, np.sort(rehearsed_offsets(own, choice)))
 
 
 def _choice(window: Window, positions: np.ndarray = NO_POSITIONS, *, is_first: bool) -> Choice:

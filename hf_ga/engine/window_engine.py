@@ -49,6 +49,7 @@ from hf_ga.engine.look.refusals import (
     depends_on_company,
 )
 from hf_ga.engine.look.rehearsal import Rehearsal
+from hf_ga.engine.parameter_hooks import has_hooks
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
 from hf_ga.engine.sums.readings import Reading, TermKey
@@ -868,7 +869,7 @@ def _switch_off_reducer(model: nn.Module) -> None:
 
 def _warn_of_hooks(parameters: Sequence[nn.Parameter]) -> None:
     """Warn of hooks on parameters of which this rank has a part or a stage."""
-    if any(parameter._backward_hooks for parameter in parameters):
+    if any(map(has_hooks, parameters)):
         logger.warning(
             "hf_ga: a parameter has a hook. FSDP does not call it, and a pipeline does so for "
             "each micro-batch: change parameter.grad before optimizer.step() instead."

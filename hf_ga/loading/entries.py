@@ -45,6 +45,8 @@ class Entries:
     Attributes:
         of_samples: Names of the entries that hold rows of samples. All samples share the others.
         ragged: Names of the ragged ones among them.
+        counts: Names of shared entries that depend on which samples share them, such as a number of
+            targets.
         draws: Whether the collate function draws random numbers.
 
     Raises:
@@ -59,6 +61,7 @@ class Entries:
         self.collate_fn = collate_fn
         self.of_samples: set[str] = set()
         self.ragged: set[str] = set()
+        self.counts: set[str] = set()
         self._num_shared_rows: dict[str, int] = {}  # of entries that do not grow with the samples
         with preserved_random_states():
             seed_generators(0)
@@ -103,12 +106,13 @@ class Entries:
             self.ragged.add(name)
 
     def inspect_samples(self, samples: Sequence[Any]) -> None:
-        """Collate each of these samples alone, and record which entries of the batch are ragged: do
-        not have one row per sample.
+        """Record which entries of the batch are counts. Collate each of these samples alone, and
+        record which are ragged: do not have one row per sample.
 
-        A no-op if the collate function draws random numbers: one that mixes samples may need
-        several.
+        Ragged ones are not recorded if the collate function draws random numbers: one that mixes
+        samples may need several.
         """
+        self._find_counts(samples)
         if self.draws:
             return
         with preserved_random_states():
@@ -116,6 +120,24 @@ class Entries:
         for batch in batches_of_one:
             self._record_row_counts(batch, 1)
         self._record_missing(batches_of_one)
+
+    def counts_of(self, samples: Sequence[Any], offsets: Sequence[int]) -> dict[str, Any]:
+        """Return the counts in the batch of some of the samples of a window.
+
+        Raises:
+            DataError: If they cannot be known, as the collate function draws random numbers.
+        """
+        if not self.counts or len(offsets) == len(samples):
+            return {}
+        if self.draws:
+            raise DataError(
+                f"the collate function draws random numbers, so it is called for a whole window, "
+                f"but its {min(self.counts)!r} is one value that depends on the samples, and would "
+                "be that of the window in each micro-batch: compute it in the loop, or return a "
+                "value for each sample."
+            )
+        batch = self._collate([samples[offset] for offset in offsets])
+        return {name: batch[name] for name in self.counts}
 
     def split(self, batch: Batch, samples: Sequence[Any]) -> dict[str, Any]:
         """Return a collated batch in which each ragged entry (one without exactly one row per
@@ -146,6 +168,20 @@ class Entries:
             alone = [batch_of_one.get(name, ABSENT) for batch_of_one in batches_of_one]
             result[name] = self._split_entry(name, batch.get(name), alone)
         return result
+
+    def _find_counts(self, samples: Sequence[Any]) -> None:
+        """Record the shared entries that have another value if each sample is there twice."""
+        if not self._num_shared_rows:
+            return
+        batches = []
+        with preserved_random_states():
+            for repeated in (samples, [*samples, *samples]):
+                seed_generators(0)
+                batches.append(self._collate(repeated))
+        once, twice = batches
+        for name in self._num_shared_rows:
+            if name in once and not equal_batches(once[name], twice.get(name)):
+                self.counts.add(name)
 
     def _split_entry(self, name: str, value: Any, alone: list[Any]) -> RowsPerSample:
         """Split a ragged entry of a collated batch into the rows of each sample, which must be
@@ -215,7 +251,7 @@ class Entries:
                 "call the model for each."
             )
 
-    def _collate(self, samples: list[Any]) -> dict[str, Any]:
+    def _collate(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Collate shallow copies of samples, as the collate function may remove items from them."""
         return as_batch(self.collate_fn([copy.copy(sample) for sample in samples]))
 

@@ -192,10 +192,11 @@ class Fetcher:
         if self.entries is None:
             self.entries = Entries(self.collate_fn, samples[0])
             self.entries.inspect_samples(samples)
+        counts = [self.entries.counts_of(samples, offsets) for offsets in request.micro_batches]
         seed_generators(fold_in(Purpose.COLLATE, request.seed, request.epoch, request.index))
         batch = as_batch(self.collate_fn(samples))
         batch = self.entries.split(batch, samples)
         return [
-            put_together(take_rows(batch, offsets, self.entries.of_samples))
-            for offsets in request.micro_batches
+            put_together(take_rows(batch, offsets, self.entries.of_samples)) | of_micro_batch
+            for offsets, of_micro_batch in zip(request.micro_batches, counts, strict=True)
         ]

@@ -560,10 +560,11 @@ class ExactTrainer(ExactTrainerMixin, Trainer):
 @contextmanager
 def _hiding_accumulation(trainer: Trainer) -> Iterator[None]:
     """Let an `ExactTrainer` see 1 gradient accumulation step in the block, so that neither Trainer
-    nor a custom loss divides the loss by the number of steps.
+    nor a custom loss divides the loss by the number of steps. Nor does Trainer multiply it by that
+    of processes, or count the items of all of them.
     """
     trainer.current_gradient_accumulation_steps = 1  # Trainer's loop sets it for each window
-    with override(trainer.args, gradient_accumulation_steps=1):
+    with override(trainer.args, gradient_accumulation_steps=1, average_tokens_across_devices=False):
         yield
 
 

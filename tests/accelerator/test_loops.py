@@ -638,6 +638,22 @@ def normalised_gradients(model: nn.Module, x: Tensor, y: Tensor, values: Tensor)
     return plain(model, x, y, values)
 
 
+def with_hook_after_accumulation() -> nn.Module:
+    model = classifier()
+
+    def clamp(parameter: nn.Parameter) -> None:
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(clamp)
+    return model
+
+
+@exact(build=with_hook_after_accumulation)
+def clamped_after_accumulation(model: nn.Module, x: Tensor, y: Tensor, values: Tensor) -> Tensor:
+    return plain(model, x, y, values)
+
+
 def backward_code(change: Callable[[Tensor], Tensor | None]) -> type[torch.autograd.Function]:
     """A function that returns its input, and changes the gradient in its backward."""
 
@@ -1578,6 +1594,61 @@ def test_a_collate_function_that_mixes_samples_belongs_to_the_window():
         assert (loop.run(Accelerator, batch_size) - expected).norm() < CLOSE * expected.norm()
 
 
+def packed(model, x, y, values):
+    """As `pack_padded_sequence`, which needs the longest sample first."""
+    assert torch.equal(values[:, 0].sort(descending=True).values, values[:, 0])
+    return cross_entropy(model, x, y)
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_a_collate_function_may_sort_the_samples_of_its_batch(batch_size):
+    """Windows are collated as one then, as rows are those of other samples in each split."""
+
+    def longest_first(rows):
+        rows = sorted(rows, key=lambda row: -float(row[2][0]))
+        return tuple(map(torch.stack, zip(*rows, strict=True)))
+
+    loop = Loop(packed, full_body=plain, collate=longest_first)
+    assert loop.error(Accelerator, batch_size) < CLOSE
+
+
+def with_count(rows):
+    """How many samples have a class above 0, for the loss."""
+    x, y, values = map(torch.stack, zip(*rows, strict=True))
+    return x, y, values, int((y > 0).sum())
+
+
+def sum_over_count(accelerator, model, optimizer, x, y, values, count):
+    accelerator.backward((losses(model, x, y) * (y > 0)).sum() / max(count, 1))
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_a_count_of_the_collate_function_is_that_of_the_micro_batch(batch_size):
+    """Also in a rehearsal, which is padded to the window: counted there, it was a constant."""
+    counted = over(lambda mask: mask.sum().clamp(min=1))
+    loop = Loop(counted, iteration=sum_over_count, collate=with_count)
+    assert loop.error(Accelerator, batch_size) < CLOSE
+
+
+def passed_count(accelerator, model, optimizer, x, y, values, count):
+    loss = (losses(model, x, y) * (y > 0)).sum()
+    accelerator.backward(loss, num_targets=count)
+
+
+def test_a_count_of_a_random_collate_function_would_be_that_of_the_window():
+    """It is exact where the window is one micro-batch."""
+
+    def masked(rows):
+        x, y, values = map(torch.stack, zip(*rows, strict=True))
+        y = y.masked_fill(torch.rand(len(y)) < 0.4, 0)
+        return x, y, values, int((y > 0).sum())
+
+    loop = Loop(plain, iteration=passed_count, collate=masked)
+    loop.run(Accelerator, WINDOW)
+    with pytest.raises(DataError, match="'3' is one value that depends on the samples"):
+        loop.run(Accelerator, WINDOW // 2)
+
+
 # -- calls of the loop
 
 
@@ -2025,6 +2096,18 @@ def test_a_shorter_second_loader_that_begins_again(repeat, is_told, caplog):
     assert is_told or error < CLOSE
 
 
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_a_second_loader_that_is_not_prepared_is_told(batch_size, caplog):
+    """Its batches beside a rehearsal are lost, and those after it are too few."""
+    samples = TensorDataset(torch.cat([X[:16]] * 2), torch.cat([Y[:16]] * 2))
+    other = DataLoader(samples, batch_size)
+    train_on_two(Accelerator, batch_size, (samples, samples), lambda second: other)
+    assert "pass each loader to accelerator.prepare" in caplog.text
+    caplog.clear()
+    train_on_two(Accelerator, batch_size, (samples, samples))
+    assert "pass each loader" not in caplog.text
+
+
 @pytest.mark.parametrize("batch_size", LAYOUTS)
 def test_nested_batches(batch_size):
     """With names, which are no tensors."""
@@ -2059,9 +2142,10 @@ def by_hand(
     after: Callable[[Any], None] = lambda optimizer: None,
     more: tuple[Body, ...] = (),
     labels: Tensor = LABELS,
+    is_last_after: bool = False,
 ) -> Tensor:
     """Accelerator is told nothing of it; the last window of the epoch is short. `after` is called
-    after each iteration.
+    after each iteration. `is_last_after`: its step comes after the loop.
     """
     reset_states()
     steps = WINDOW // batch_size
@@ -2074,11 +2158,16 @@ def by_hand(
         for of_batch in (body, *more):
             loss = of_batch(model, *batch)
             accelerator.backward(loss if steps == 1 else loss / steps)
-        if (number + first) % steps == 0 or number == len(loader) - 1:
+        is_last = number == len(loader) - 1 and not is_last_after
+        if (number + first) % steps == 0 or is_last:
             nn.utils.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
             optimizer.zero_grad()
         after(optimizer.optimizer)
+    if is_last_after:
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        optimizer.zero_grad()
     return flat(model)
 
 
@@ -2331,8 +2420,9 @@ def test_terms_that_micro_batches_by_hand_lack_are_said_not_to_be_tried(body, ca
 
 
 @pytest.mark.parametrize("batch_size", SPLIT)
-def test_hooks_on_parameters_in_an_accumulation_by_hand(batch_size):
-    build = EXACT["clamped_gradients"].build
+@pytest.mark.parametrize("name", ["clamped_gradients", "clamped_after_accumulation"])
+def test_hooks_on_parameters_in_an_accumulation_by_hand(name, batch_size):
+    build = EXACT[name].build
     expected = Loop(plain, build, columns=(X, LABELS, VALUES)).full_batch()
     learnt = (expected - flat(classifier())).norm()
     assert (by_hand(Accelerator, batch_size, plain, build) - expected).norm() < CLOSE * learnt

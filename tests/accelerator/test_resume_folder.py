@@ -137,6 +137,13 @@ def test_a_checkpoint_that_is_written_again_is_incomplete_meanwhile(tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         accelerator.save_state(tmp_path / "step_2")
     monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="its files may be of two steps"):
+        accelerator.load_state(tmp_path / "step_2")
+    accelerator.save_state(tmp_path / "step_2")
+    accelerator.load_state(tmp_path / "step_2")
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(SavedState, "write", stop)
+        accelerator.save_state(tmp_path / "step_2")
     reset_states()
     assert train(tmp_path, until=1)[0].folder is None
 

@@ -474,7 +474,9 @@ def metrics_while_training(layout, accelerator_class=Accelerator):
             training.accelerator.backward(outputs.loss)
             training.optimizer.step()
             training.optimizer.zero_grad()
-        first = training.accelerator.gather_for_metrics(batch["input_ids"][:, 0])
+        ids = batch["input_ids"][:, 0]
+        first = training.accelerator.gather_for_metrics(ids)
+        assert set(first.tolist()) <= set(training.accelerator.gather(ids).tolist())
         counted += (first - 2).tolist()
     return counted, types
 

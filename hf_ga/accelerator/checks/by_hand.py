@@ -49,6 +49,11 @@ class ByHand:
         return self._num_backwards == 1
 
     @property
+    def is_open(self) -> bool:
+        """Whether there was a backward since the last step."""
+        return self._num_backwards > 0
+
+    @property
     def num_shown(self) -> int:
         """What the mean loss so far is multiplied by, so that a complete window has its mean."""
         return self.num_parts if self.is_established else self._num_backwards

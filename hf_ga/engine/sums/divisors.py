@@ -24,6 +24,7 @@ BY_TARGETS = "targets"
 BY_NONZERO = "targets with a weight"
 BY_SAMPLES = "samples"
 BY_NOTHING = "nothing"  # a constant
+WINDOWS_TO_WARN = 3  # in which a mean did not grow with the samples: fewer may be by chance
 NO_SUCH_FACTOR = (
     "the full batch has no such factor. Change a factor between optimizer steps only (count "
     "updates, below `if accelerator.sync_gradients:`, not iterations); if it is a share of "
@@ -77,6 +78,8 @@ class DivisorChecks:
         self._same_as: dict[TermKey, set[TermKey]] = {}
         self._masked: set[TermKey] = set()  # means over elements, some of which had a weight of 0
         self._has_warned = False
+        # Windows in which a mean did not grow with the samples.
+        self._num_constant: dict[TermKey, float] = defaultdict(float)
 
     def follows(self, key: TermKey) -> set[str]:
         """Return what the divisor of a term, which is trusted, may be proportional to."""
@@ -192,6 +195,8 @@ class DivisorChecks:
             kinds[key] = _proportional_to(of_term) & self.followed.get(key, ALL_KINDS)
             if any(r.num_nonzero is not None and r.num_nonzero < r.divisor for r in of_term):
                 self._masked.add(key)
+            if len(of_term) == max(map(len, by_term.values())):  # in each micro-batch
+                self._warn_of_other_samples(of_term)
         trusted = {key for key, possible in kinds.items() if possible - {BY_NOTHING}}
         untrusted = []
         for key, possible in kinds.items():
@@ -215,6 +220,21 @@ class DivisorChecks:
             if not of_term[0].term.is_shape_divisor:
                 raise _untrusted(of_term)
         return True
+
+    def _warn_of_other_samples(self, readings: Sequence[Reading]) -> None:
+        """Warn of a mean over as many elements whatever the number of samples is."""
+        key = readings[0].key
+        has_sizes = len({reading.num_samples for reading in readings}) > 1
+        is_constant = _have_one_ratio([(reading.divisor, 1.0) for reading in readings])
+        if not has_sizes or not readings[0].term.node_divides:
+            return
+        self._num_constant[key] += 1 if is_constant else -math.inf
+        if self._num_constant[key] == WINDOWS_TO_WARN:
+            logger.warning(
+                f"hf_ga: {readings[0].name}: it is over as many elements in micro-batches of other "
+                "sizes. If they are samples of another loader, some are lost, as a rehearsal takes "
+                "its batches, too: pass each loader to accelerator.prepare."
+            )
 
     def _check_factors(self, readings: Sequence[Reading]) -> None:
         """Check that a term has one factor in all iterations of a window, the rehearsal's too: it
