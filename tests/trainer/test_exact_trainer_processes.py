@@ -29,8 +29,8 @@ WINDOW, NUM_SAMPLES = (
     96,
     101,
 )  # each epoch a full window and one of 5 samples: fewer than some processes' batch
-STEPS = 10  # docs/trainer.md: of 30
-SAVED = 6
+STEPS = 6  # docs/trainer.md: of 30
+SAVED = 4
 FEW = 2  # steps of the other cases than BERT: one of each window
 
 
