@@ -9,16 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import kill_test
 import numpy as np
 import pytest
-import torch.distributed.run as launcher
 from elastic import launching, run, worker
 from elastic.ledger import Ledger, LedgerWriter
 from elastic.run import KINDS, ElasticRun, Event, draw_events, print_lost, runs_of
-from forked import ForkedScript, on_ranks, without_errors
+from forked import ForkedPython, on_ranks, without_errors
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 KILLED_AFTER = 4  # windows; the last checkpoint has three
@@ -145,42 +144,14 @@ class QuickRun(ForkedRun):
         self.pace /= 4
 
 
-class Forked(ForkedScript):
-    """As `subprocess.Popen` of Python, without its imports: an agent, or the worker of one."""
-
-    def __init__(self, args: list[str], stdout: IO[str] | None, env: dict[str, str], **_: Any):
-        words = [word for word in args[1:] if word not in ("-m", "-u")]
-        if words[0] == launcher.__name__:
-            words[0] = launcher.__file__
-        log = stdout or sys.stdout
-        super().__init__(words, Path.cwd(), log, log, env)
-
-    def run(self) -> None:
-        """An agent's handlers of signals are not its worker's."""
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        super().run()
-
-    def poll(self) -> int | None:
-        return self.exitcode
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self.join(timeout)
-        return self.exitcode
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-
 @pytest.mark.slow("starts torch's agents, and kills them")
 def test_machines_come_and_go(tmp_path, monkeypatch, capsys):
     """SIGTERM to an agent; a worker and an agent are killed at once. The other doors handle no
     signals: see `ForkedRun`.
     """
     monkeypatch.setattr(run, "ElasticRun", QuickRun)
-    monkeypatch.setattr(launching, "subprocess", SimpleNamespace(Popen=Forked))
-    monkeypatch.setattr(subprocess_handler, "Popen", Forked)
+    monkeypatch.setattr(launching, "subprocess", SimpleNamespace(Popen=ForkedPython))
+    monkeypatch.setattr(subprocess_handler, "Popen", ForkedPython)
     quick = {"keep_alive_interval": 1, "keep_alive_max_attempt": 4, "last_call_timeout": 2}
     monkeypatch.setattr(launching, "RENDEZVOUS", launching.RENDEZVOUS | quick)
     monkeypatch.setattr(run, "END_SECONDS", 5.0)
