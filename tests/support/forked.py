@@ -164,11 +164,13 @@ class ForkedPython(ForkedScript):
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
         stdout: IO[str] | None = None,
+        stderr: IO[str] | int | None = None,
         **_: Any,
     ) -> None:
         words = [word for word in args[1:] if word != "-u"]
-        log = stdout or sys.stdout
-        super().__init__(words, cwd or Path.cwd(), log, log, env)
+        printed = stdout or sys.stdout
+        errors = printed if stderr == subprocess.STDOUT else stderr or sys.stderr
+        super().__init__(words, cwd or Path.cwd(), printed, errors, env)
 
     def run(self) -> None:
         """Without the handlers of signals of the process that starts it."""
