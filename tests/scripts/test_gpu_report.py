@@ -94,9 +94,9 @@ def start(command: list[str], **how: Any) -> ForkedPython | subprocess.Popen:
 
 
 def smaller(part: Part) -> Part:
-    """Two windows of 8 short samples in place of those of 16."""
-    sizes = "--max_length 64 --num_samples 32 --window 16"
-    smaller_sizes = "--max_length 32 --num_samples 16 --window 8"
+    """Two windows of 8 samples in place of those of 16."""
+    sizes = "--num_samples 32 --window 16"
+    smaller_sizes = "--num_samples 16 --window 8"
     return part._replace(arguments=part.arguments.replace(sizes, smaller_sizes))
 
 
