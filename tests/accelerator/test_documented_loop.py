@@ -85,10 +85,14 @@ def train_layouts(name, num_processes):
     return {trial: train(Accelerator, trial[0], CASES[name], trial[1]) for trial in trials}
 
 
+ON_THREE = ("GPT-2", "XLNet", "questions")
+
+
 @pytest.mark.slow("trains on up to three processes")
 @pytest.mark.parametrize(
     ("name", "num_processes"),
-    [*((name, 2) for name in CASES), ("GPT-2", 3), ("XLNet", 3), ("questions", 3)],
+    [*((name, 2) for name in CASES if name not in ON_THREE), ("GPT-2", 2)]
+    + [(name, 3) for name in ON_THREE],
 )
 def test_ranks_end_with_the_same_weights(on_one_process, name, num_processes):
     """Also where the last window leaves a rank, or all but one, without a sample."""

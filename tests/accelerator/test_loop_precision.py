@@ -264,8 +264,7 @@ def sharded_training(name):
 
 
 @pytest.mark.slow("starts processes")
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-@pytest.mark.parametrize("name", ["GPT-2", "BERT classification"])
+@pytest.mark.parametrize(("name", "kind"), [("GPT-2", "fsdp2"), ("BERT classification", "fsdp1")])
 def test_shards_train_as_one_process(name, kind):
     reference = trained_on_the_full_batch(name)
     for found in without_errors(on_ranks(partial(sharded_training, name), 2, kind)):

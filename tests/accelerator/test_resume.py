@@ -6,7 +6,7 @@ The script is Accelerate's own example; Accelerate's Accelerator fails the same 
 
 import json
 import random
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
 
 import accelerate
@@ -307,11 +307,17 @@ def test_another_number_of_ranks_goes_on(
         assert_went_on(resumed, undisturbed(FULL_BATCH), stop)
 
 
+@cache
+def trained_on_two_ranks():
+    """Without a stop."""
+    return ranks(partial(train_with_states, Accelerator, LAYOUTS[2][1], CASE, NUM_SAMPLES), 2)
+
+
 @pytest.mark.slow("trains on two processes")
 @pytest.mark.parametrize("stop", STOPS)
 def test_the_same_ranks_go_on_bit_for_bit(tmp_path, stop):
     layout = LAYOUTS[2][1]
-    references = ranks(partial(train_with_states, Accelerator, layout, CASE, NUM_SAMPLES), 2)
+    references = trained_on_two_ranks()
     ranks(partial(begin, tmp_path, stop, layout), 2)
     resumed = ranks(partial(go_on, tmp_path, stop, layout), 2)
     for one, reference in zip(resumed, references, strict=True):

@@ -21,11 +21,12 @@ KINDS = {  # settings; "no flag" is the control
     "no flag": {"same_bits": None},
 }
 LAYOUTS = [(1, CHUNK), (4, 4 * CHUNK)]  # processes, per-device batch size
+IN_ALL_LAYOUTS = ("GPT-2", "no flag")  # the other kinds are stopped on 3 processes, too
 
 
 def phases_of(place, folder, kind, model="gpt", **settings):
-    """A run in each layout and, with the flag, one that is killed on 3 processes and resumed on 2;
-    output folders: 0, 1, 2.
+    """A run on one process, in other layouts and, with the flag, one that is killed on 3 processes
+    and resumed on 2; output folders: 0, 1, 2.
     """
     settings = {
         "model_name_or_path": str(place / model),
@@ -46,7 +47,8 @@ def phases_of(place, folder, kind, model="gpt", **settings):
             precision="bf16" if "bf16" in kind else "no",
         )
 
-    phases = [run(number, size, processes) for number, (processes, size) in enumerate(LAYOUTS)]
+    layouts = LAYOUTS if kind in IN_ALL_LAYOUTS else LAYOUTS[:1]
+    phases = [run(number, size, processes) for number, (processes, size) in enumerate(layouts)]
     if settings["same_bits"]:
         phases += [run(2, CHUNK, 3, windows=3), run(2, 2 * CHUNK, 2, resume_from_checkpoint="auto")]
     return phases
@@ -79,7 +81,7 @@ def found_in(folder):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "no flag"])
 def test_every_layout_ends_with_the_same_bits(kind, runs):
     hashes, lines = found_in(runs / kind)
-    assert len(hashes) == len(LAYOUTS) + 1
+    assert len(hashes) == (len(LAYOUTS) + 1 if kind in IN_ALL_LAYOUTS else 2)
     assert set(hashes) == {hashes[0]}
     assert all(line == lines[0] for line in lines)
     assert len(lines[0]) == STEPS

@@ -19,7 +19,8 @@ import pytest
 import torch
 import transformers.trainer  # noqa: F401  (so that no forked process imports it by itself)
 from accelerate.state import AcceleratorState
-from forked import on_two_ranks, without_errors
+from forked import ForkedPython, on_two_ranks, run_forked, without_errors
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from hf_ga import run
 
@@ -209,7 +210,12 @@ def test_seq2seq_trainer(tmp_path):
 
 
 def launched(*words: str) -> list[subprocess.CompletedProcess]:
-    return [launching.launch(2, *words)]
+    """By `accelerate launch`, in processes that are forked."""
+    command = [*launching.words_of_launch(2), *words]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess_handler, "Popen", ForkedPython)
+        done = run_forked(command, Path.cwd())
+    return [subprocess.CompletedProcess(command, *done)]
 
 
 def on_forked_ranks(*words: str) -> list[subprocess.CompletedProcess]:

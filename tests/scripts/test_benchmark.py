@@ -4,6 +4,7 @@ script from outside.
 
 import json
 import os
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -197,7 +198,9 @@ def writes(run: BenchmarkRun, name: str, log: Path) -> None:
 
 
 @pytest.mark.slow("starts processes")
-def test_processes_take_turns_and_one_that_dies_is_an_error(tmp_path):
+def test_processes_take_turns_and_one_that_dies_is_an_error(tmp_path, monkeypatch):
+    """The server of forks imports what it finds in PYTHONPATH, once for all."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     arms = {name: partial(writes, name=name, log=tmp_path / "log") for name in ("lives", "dies")}
     with pytest.raises(RuntimeError, match="'dies' exited without a result"):
         measure_interleaved(setting_of(), arms, "")

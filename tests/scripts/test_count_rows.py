@@ -7,7 +7,7 @@ import pytest
 from documented_loop import reset_states
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile reads `.grad`
-FLAGS = argparse.Namespace(layers=2, width=16, longest=64, windows=6, backend="eager")
+FLAGS = argparse.Namespace(layers=2, width=16, longest=32, windows=6, backend="eager")
 
 
 @pytest.fixture(autouse=True)

@@ -5,20 +5,21 @@ its ledger sees a sample that is left out, counted twice, or lost with a process
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import kill_test
 import numpy as np
 import pytest
-from elastic import worker
+from elastic import launching, run, worker
 from elastic.ledger import Ledger, LedgerWriter
 from elastic.run import KINDS, ElasticRun, Event, draw_events, print_lost, runs_of
-from forked import on_ranks, without_errors
+from forked import ForkedPython, on_ranks, without_errors
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_test.py"
 KILLED_AFTER = 4  # windows; the last checkpoint has three
 
 
@@ -102,27 +103,6 @@ def test_the_lost_time_is_printed(tmp_path, capsys):
     assert second.endswith("2 -> 3 agents")  # the run ended before it noticed
 
 
-@pytest.mark.slow("starts torch's agents, and kills them")
-def test_machines_come_and_go(tmp_path):
-    """SIGTERM to an agent; a worker and an agent are killed at once. The other doors handle no
-    signals: see `ForkedRun`.
-    """
-    flags = ["--elastic", "--kills", "2", "--same_bits", "4", "--seed", "2"]
-    command = [sys.executable, str(SCRIPT), *flags, "--output_dir", str(tmp_path / "runs")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        printed, _ = process.communicate(timeout=1200)
-    finally:
-        process.send_signal(signal.SIGINT)  # so that it ends its agents
-        process.wait(60)
-    print(printed)
-    assert process.returncode == 0, printed[-4000:]
-    assert "SIGTERM to an agent after window" in printed
-    assert "two at once after window" in printed
-    assert "each sample counted exactly once in each epoch" in printed
-    assert printed.count("agents\n") + printed.count("computed again") >= 2
-
-
 class ForkedRun(ElasticRun):
     """Its processes are forked from this one: three, of which one is killed, then two."""
 
@@ -156,11 +136,42 @@ class ForkedRun(ElasticRun):
         return train
 
 
+class QuickRun(ForkedRun):
+    """With shorter steps: its workers start at once."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pace /= 4
+
+
+@pytest.mark.slow("starts torch's agents, and kills them")
+def test_machines_come_and_go(tmp_path, monkeypatch, capsys):
+    """SIGTERM to an agent; a worker and an agent are killed at once. The other doors handle no
+    signals: see `ForkedRun`.
+    """
+    monkeypatch.setattr(run, "ElasticRun", QuickRun)
+    monkeypatch.setattr(launching, "subprocess", SimpleNamespace(Popen=ForkedPython))
+    monkeypatch.setattr(subprocess_handler, "Popen", ForkedPython)
+    quick = {"keep_alive_interval": 1, "keep_alive_max_attempt": 4, "last_call_timeout": 2}
+    monkeypatch.setattr(launching, "RENDEZVOUS", launching.RENDEZVOUS | quick)
+    monkeypatch.setattr(run, "END_SECONDS", 5.0)
+    flags = ["--elastic", "--kills", "2", "--same_bits", "4", "--seed", "2"]
+    words = ["kill_test.py", *flags, "--output_dir", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", words)
+    code = kill_test.main()
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "SIGTERM to an agent after window" in printed
+    assert "two at once after window" in printed
+    assert "each sample counted exactly once in each epoch" in printed
+    assert printed.count("agents\n") + printed.count("computed again") >= 2
+
+
 def problems_of(folder: Path, door: str) -> list[str]:
-    run = ForkedRun(folder, door, epochs=3, same_bits=None, pace=0.0)
-    run.undisturbed()
-    run.killed()
-    found = run.report([])
+    forked = ForkedRun(folder, door, epochs=3, same_bits=None, pace=0.0)
+    forked.undisturbed()
+    forked.killed()
+    found = forked.report([])
     assert set(Ledger.read(folder / "elastic" / "ledger").num_processes()) == {2, 3}
     return found
 

@@ -8,14 +8,14 @@ import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import gpu_report
 import psutil
 import pytest
 import torch
 from benchmark import measuring
-from forked import FORK, ForkedScript
+from forked import FORK, ForkedPython
 from gpu_report import Part
 from hanging_worker import FIGURES
 
@@ -88,22 +88,16 @@ def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
     assert "- Hangs: interrupted\n" in (out / "report.md").read_text()
 
 
-class Started(ForkedScript):
-    """As `subprocess.Popen` of a script."""
-
-    def __init__(
-        self, command: list[str], cwd: Path, env: dict[str, str], stdout: IO[str], **_: Any
-    ) -> None:
-        super().__init__(command[1:], cwd, stdout, stdout, env)
-
-    def wait(self, limit: float | None = None) -> int | None:
-        self.join(limit)
-        return self.exitcode
-
-
-def start(command: list[str], **how: Any) -> Started | subprocess.Popen:
+def start(command: list[str], **how: Any) -> ForkedPython | subprocess.Popen:
     is_script = command[1].endswith(".py")
-    return (Started if is_script else subprocess.Popen)(command, **how)
+    return (ForkedPython if is_script else subprocess.Popen)(command, **how)
+
+
+def smaller(part: Part) -> Part:
+    """Two windows of 8 samples in place of those of 16."""
+    sizes = "--num_samples 32 --window 16"
+    smaller_sizes = "--num_samples 16 --window 8"
+    return part._replace(arguments=part.arguments.replace(sizes, smaller_sizes))
 
 
 @pytest.mark.slow("the whole report")
@@ -113,6 +107,7 @@ def test_the_whole_report_on_a_cpu(tmp_path, monkeypatch):
         Popen=start, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired
     )
     monkeypatch.setattr(gpu_report, "subprocess", started)
+    monkeypatch.setattr(gpu_report, "PARTS", {n: smaller(p) for n, p in gpu_report.PARTS.items()})
     arms_start = SimpleNamespace(get_context=lambda _: FORK)
     monkeypatch.setattr(measuring, "multiprocessing", arms_start)
     code = gpu_report.main(["--output_dir", str(tmp_path)])

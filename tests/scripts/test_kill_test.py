@@ -5,6 +5,7 @@ that does not.
 import shutil
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def test_kills(tmp_path, monkeypatch, capsys):
         train(*arguments)
 
     monkeypatch.setattr(kill_test, "train", train_anew)
+    monkeypatch.setattr(kill_test, "settings", partial(kill_test.settings, max_steps=6))
     monkeypatch.setattr(kill_test, "SERVER", FORK)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     _, script, *flags = COMMANDS[1]

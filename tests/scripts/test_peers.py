@@ -11,7 +11,8 @@ import pytest
 @pytest.fixture(scope="module")
 def reports():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(peers, "NUM_SAMPLES", 16)
+        patched.setattr(peers, "NUM_SAMPLES", 8)
+        patched.setattr(peers, "MAX_LENGTH", 24)
         # TRL's arm asks for it in each layout.
         patched.setattr(
             peers.corpus, "load_stdlib_tokenizer", cache(peers.corpus.load_stdlib_tokenizer)

@@ -7,6 +7,7 @@ import re
 import runpy
 import shlex
 import sys
+from functools import cache
 from pathlib import Path
 
 import accelerate
@@ -20,6 +21,7 @@ from trainers import arguments, make_trainer, word_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer
 
 import hf_ga
+from hf_ga.finetuning.data.formats import corpus
 from hf_ga.finetuning.run.flags.arguments import SCRIPT_FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -224,6 +226,7 @@ def test_the_pipeline_runs_and_goes_on_without_stages(tmp_path, monkeypatch):
 @pytest.mark.slow("trains a model")
 def test_a_file_of_ones_own_becomes_a_classifier(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpus, "load_stdlib_tokenizer", cache(corpus.load_stdlib_tokenizer))
     script = "".join(BLOCKS["finetune"])
     assert script.count("max_steps=30") == 2
     assert script.count("eval_steps=15") == 1

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from multiprocessing.connection import Connection
@@ -146,8 +146,48 @@ class ForkedScript(FORK.Process):
         os.chdir(folder)
         warnings.simplefilter("ignore")  # which are errors in a test
         AcceleratorState._reset_state(True)
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+        if words[0] == "-m":
+            words = words[1:]
+            sys.argv = words
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+
+
+class ForkedPython(ForkedScript):
+    """As `subprocess.Popen` of Python, in a process that has imported the libraries."""
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        stdout: IO[str] | None = None,
+        stderr: IO[str] | int | None = None,
+        **_: Any,
+    ) -> None:
+        words = [word for word in args[1:] if word != "-u"]
+        printed = stdout or sys.stdout
+        errors = printed if stderr == subprocess.STDOUT else stderr or sys.stderr
+        super().__init__(words, cwd or Path.cwd(), printed, errors, env)
+
+    def run(self) -> None:
+        """Without the handlers of signals of the process that starts it."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        super().run()
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.join(timeout)
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
 
 def environment_of(kind: str, processes: int) -> dict[str, str]:

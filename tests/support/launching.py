@@ -16,12 +16,18 @@ ABORTED_AT_EXIT = "terminate called without an active exception"
 def launch(
     num_processes: int, script: Path, *arguments: str, timeout: float = TIME_LIMIT
 ) -> subprocess.CompletedProcess:
-    """`--multi_gpu` is Accelerate's only way to start several processes, whatever they compute
-    on.
+    """Run a script in real processes to its end."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words_of_launch(num_processes), str(script), *arguments]
+    return run(command, environment, timeout)
+
+
+def words_of_launch(num_processes: int) -> list[str]:
+    """Of the command, behind Python and before the script. `--multi_gpu` is Accelerate's only way
+    to start several processes, whatever they compute on.
     """
     several = "--multi_gpu" if num_processes > 1 else "--cpu"
-    command = [
-        sys.executable,
+    words = [
         "-m",
         "accelerate.commands.accelerate_cli",
         "launch",
@@ -29,7 +35,7 @@ def launch(
         "--num_processes",
         str(num_processes),
     ]
-    command += [
+    words += [
         "--num_machines",
         "1",
         "--main_process_port",
@@ -39,8 +45,7 @@ def launch(
         "--dynamo_backend",
         "no",
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return run([*command, str(script), *arguments], environment, timeout)
+    return words
 
 
 def run(command: list, environment: dict | None, timeout: float) -> subprocess.CompletedProcess:

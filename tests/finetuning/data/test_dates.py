@@ -24,10 +24,11 @@ OTHER_FORM = "2024-01-02T03:04:05Z"
 MEASURE = """
 import json, re, sys
 from pathlib import Path
-from hf_ga.finetuning.data.formats.files import load_files
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 path, is_control = sys.argv[1:]
+if is_control != "True":
+    from hf_ga.finetuning.data.formats.files import load_files
 before = peak()
 rows = [*map(json.loads, open(path))] if is_control == "True" else load_files([path], "train")
 assert len(rows) == 150_000

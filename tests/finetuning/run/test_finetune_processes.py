@@ -101,7 +101,7 @@ def one(place):
     """The runs on one process: translations (of a model that has learnt something), classes, a
     stream, LoRA.
     """
-    often = {"max_steps": 60, "eval_steps": 60, "save_steps": 60, "predict_with_generate": False}
+    often = {"max_steps": 30, "eval_steps": 30, "save_steps": 30, "predict_with_generate": False}
     train_job(place, place / "base", JOB, **often, learning_rate=1e-2, lr_scheduler_type="linear")
     summary = hf_ga.finetune(settings_of(place, place / "one"))
     hf_ga.finetune(classes_of(place, place / "classes"))
