@@ -15,9 +15,12 @@ from hf_ga.draws.dropout.masks import keep_mask
 from hf_ga.draws.hashing import signed
 
 pytest.importorskip("triton", reason="the kernels need Triton")
+from interpreted import prepare_once_a_kernel
+
 from hf_ga.rows.attention_kernel import Attention
 from hf_ga.rows.options import AttentionOptions
 
+prepare_once_a_kernel()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SITE = 2**64 - 12345
 FLOOR = 1 / 16  # of one rounding, relative to the norm
