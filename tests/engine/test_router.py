@@ -86,7 +86,7 @@ def test_any_split_is_the_full_batch(family):
         full_gradient(mixture(family), batch, dtype) for dtype in (torch.float32, torch.float64)
     )
     loss = float(mixture(family)(**batch).loss.detach())
-    for micro_batch_size in (1, 5, 12):
+    for micro_batch_size in (1, 5):
         gradients, result = window_gradient(mixture(family), one_window(samples, micro_batch_size))
         h.assert_promise_1(gradients, full, full64)
         assert result.loss == pytest.approx(loss, rel=1e-6)
