@@ -31,8 +31,10 @@ from hf_ga.errors import ConfigError, DataError, HfGaError, LossNotAdditive, Unk
 
 WINDOW = 8
 NUM_SAMPLES = 21  # windows of 8, 8 and 5 samples
-LAYOUTS = [8, 2]  # samples of a micro-batch; 4: the losses of `EXACT_IN_LAYOUTS`
+LAYOUTS = [8, 2]  # samples of a micro-batch
 SPLIT = [2]  # those with several micro-batches
+# Where an iteration is compared with others of its window: of two, each has one other only.
+IN_TWO_OR_FOUR = [4, 2]
 LEARNING_RATE = 0.5
 CLOSE = 2e-6  # relative to what was learnt
 FAR = 1e-2
@@ -1028,7 +1030,7 @@ def detached(model, x, y, values):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("batch_size", SPLIT)
+@pytest.mark.parametrize("batch_size", IN_TWO_OR_FOUR)
 def test_a_loss_that_depends_on_the_split_is_refused(name, batch_size):
     """In six windows: some show it in the first ones, some only where they are not rehearsed."""
     loop, words = REFUSED[name]
@@ -1710,7 +1712,7 @@ def test_zero_grad_first_in_accelerate():
     assert loop.error(accelerate.Accelerator, 2) > FAR
 
 
-@pytest.mark.parametrize("batch_size", LAYOUTS)
+@pytest.mark.parametrize("batch_size", [WINDOW, *IN_TWO_OR_FOUR])
 def test_zero_grad_between_two_backwards_is_right_or_refused(batch_size):
     loop = Loop(plain, iteration=zero_grad_before_the_second)
     try:
@@ -2631,7 +2633,7 @@ def test_an_attribute_that_the_loop_sets_in_the_first_iteration_stays(batch_size
     assert (run(Accelerator, batch_size) - expected).norm() < CLOSE * expected.norm()
 
 
-@pytest.mark.parametrize("batch_size", SPLIT)
+@pytest.mark.parametrize("batch_size", IN_TWO_OR_FOUR)
 def test_a_factor_that_changes_in_each_iteration_is_refused_in_the_first_window(batch_size):
     """With two micro-batches the first one is a rehearsal, and the other one the whole window."""
     factors = iter(range(1, 100))
