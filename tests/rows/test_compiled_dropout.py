@@ -147,7 +147,7 @@ def full_gradient(model, data, window, seed, dtype=torch.float64):
 def test_layers_that_were_compiled_with_dropout_of_torch():
     """Before and after the window they draw torch's own, in the window keyed masks."""
     data = h.plain_samples(8)
-    batch = h.pad_right(data[:3])
+    batch = h.pad_right(data[:4])
     expected = gradients_of(layers(), data)
     model = compiled(layers())
     model(**batch).backward()
