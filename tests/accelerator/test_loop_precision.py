@@ -201,13 +201,10 @@ def checkpointed(case):
     return case.__class__(build, case.make_samples, case.collate)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("GPT-2", TWO_STEPS), ("GPT-2", UNEVEN), ("BERT masked LM", UNEVEN), ("T5", UNEVEN)],
-)
-def test_gradient_checkpointing_trains_the_same(name, layout):
+@pytest.mark.parametrize("name", ["GPT-2", "T5"])
+def test_gradient_checkpointing_trains_the_same(name):
     reference = trained_on_the_full_batch(name)
-    trained = train(Accelerator, layout, checkpointed(CASES[name]), NUM_SAMPLES)
+    trained = train(Accelerator, UNEVEN, checkpointed(CASES[name]), NUM_SAMPLES)
     assert distance(trained.weights, reference.weights) < 1e-6
 
 

@@ -199,7 +199,7 @@ def test_set_epoch_chooses_the_order():
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
+@pytest.mark.parametrize("layout", [FULL_BATCH, UNEVEN], ids=str)
 def test_global_random_generators_stay_as_they_are(layout):
     """Shuffling and dropout draw from none of them."""
     training = Training(layout)
@@ -307,9 +307,8 @@ LOADERS = [
 @pytest.mark.parametrize(
     ("make_loader", "layout"),
     [
-        *((make_loader, TWO_STEPS) for make_loader in LOADERS),
+        *((make_loader, TWO_STEPS) for make_loader in LOADERS[1:]),
         (shuffled, Layout(4, 4)),
-        (in_batches, Layout(4, 4)),
     ],
 )
 def test_samplers_in_every_layout(make_loader, layout):
@@ -354,7 +353,7 @@ def test_a_generator_chooses_the_order(make_loader):
     assert one != other
 
 
-@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
+@pytest.mark.parametrize("layout", [FULL_BATCH, UNEVEN], ids=str)
 def test_drop_last_leaves_the_short_window_out(layout):
     training = two_epochs(layout, partial(shuffled, drop_last=True))
     for epoch in training.windows:
@@ -391,20 +390,22 @@ def test_a_stream_is_right_or_refused(layout):
 # -- epochs
 
 
-@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
-def test_an_epoch_that_is_left_begins_the_next_one(layout):
-    first, second = as_sets(found_in_two_epochs(FULL_BATCH)[1])
+def left_and_begun_again(layout):
     training = Training(layout)
     training.epoch(num_updates=1)
     training.epoch()
-    assert as_sets(training.windows) == [first[:1], second]
-    left = Training(FULL_BATCH)
-    left.epoch(num_updates=1)
-    left.epoch()
-    assert distance(training.weights, left.weights) < CLOSE
+    return training
 
 
-@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
+def test_an_epoch_that_is_left_begins_the_next_one():
+    first, second = as_sets(found_in_two_epochs(FULL_BATCH)[1])
+    full, *split = map(left_and_begun_again, (FULL_BATCH, TWO_STEPS, UNEVEN))
+    for training in (full, *split):
+        assert as_sets(training.windows) == [first[:1], second]
+        assert distance(training.weights, full.weights) < CLOSE
+
+
+@pytest.mark.parametrize("layout", [FULL_BATCH, UNEVEN], ids=str)
 def test_skipped_batches_of_a_fresh_loader_are_the_first_windows(layout):
     training = Training(layout)
     steps = training.accelerator.gradient_accumulation_steps
@@ -440,7 +441,7 @@ def evaluate(training, loader):
 
 @pytest.mark.parametrize(
     ("layout", "own_loader"),
-    [(FULL_BATCH, True), (TWO_STEPS, True), (UNEVEN, True), (UNEVEN, False)],
+    [(TWO_STEPS, True), (UNEVEN, True), (UNEVEN, False)],
 )
 def test_evaluations_within_an_epoch_change_nothing(layout, own_loader):
     weights, windows = found_in_two_epochs(layout)
@@ -481,7 +482,7 @@ def metrics_while_training(layout, accelerator_class=Accelerator):
     return counted, types
 
 
-@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
+@pytest.mark.parametrize("layout", [FULL_BATCH, UNEVEN], ids=str)
 def test_metrics_while_training_count_each_sample_once(layout):
     counted, types = metrics_while_training(layout)
     assert sorted(counted) == [*range(NUM_SAMPLES)]
@@ -564,7 +565,7 @@ def prepared_together():
     return prepared_apart(FULL_BATCH, "mols")
 
 
-@pytest.mark.parametrize("order", ["mo l s", "mol s", "mos l", "m o l s", "l mos", "s l o m"])
+@pytest.mark.parametrize("order", ["mo l s", "l mos", "s l o m"])
 def test_objects_that_are_prepared_one_by_one(order):
     assert distance(prepared_apart(TWO_STEPS, order), prepared_together()) < CLOSE
 

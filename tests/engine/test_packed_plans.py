@@ -131,15 +131,15 @@ def test_a_window_that_is_rehearsed_is_planned_with_padding(monkeypatch):
 def test_a_run_that_is_resumed_has_the_same_plans():
     """Also where workers have prefetched windows that were planned before."""
     whole, model, _ = train(num_workers=1)
-    for stop in (4, 6):
-        first, half, loader = train(stop=stop)
-        rest, resumed, _ = train(position=loader.state_dict(), weights=half.state_dict())
-        rehearsed = 2  # the first window of a process is, and then it tries the speed-ups
-        assert [calls for calls, _ in first] == [calls for calls, _ in whole[:stop]]
-        assert [calls for calls, _ in rest[rehearsed:]] == [
-            calls for calls, _ in whole[stop + rehearsed :]
-        ]
-        assert distance(resumed, model) < CLOSE
+    stop = 5
+    first, half, loader = train(stop=stop)
+    rest, resumed, _ = train(position=loader.state_dict(), weights=half.state_dict())
+    rehearsed = 2  # the first window of a process is, and then it tries the speed-ups
+    assert [calls for calls, _ in first] == [calls for calls, _ in whole[:stop]]
+    assert [calls for calls, _ in rest[rehearsed:]] == [
+        calls for calls, _ in whole[stop + rehearsed :]
+    ]
+    assert distance(resumed, model) < CLOSE
 
 
 def test_windows_that_must_be_padded_are_not_packed():

@@ -84,7 +84,7 @@ def test_any_split_is_the_full_batch(name):
         for dtype in (torch.float32, torch.float64)
     )
     loss = float(build()(**h.pad_right(samples)).loss.detach())
-    for micro_batch_size in (1, 5, 16):
+    for micro_batch_size in (1, 5):
         model = build()
         window = one_window(samples, micro_batch_size)
         gradients, result = window_gradient(model, window)

@@ -86,7 +86,7 @@ def test_any_split_is_the_full_batch(family):
         full_gradient(mixture(family), batch, dtype) for dtype in (torch.float32, torch.float64)
     )
     loss = float(mixture(family)(**batch).loss.detach())
-    for micro_batch_size in (1, 5, 12):
+    for micro_batch_size in (1, 5):
         gradients, result = window_gradient(mixture(family), one_window(samples, micro_batch_size))
         h.assert_promise_1(gradients, full, full64)
         assert result.loss == pytest.approx(loss, rel=1e-6)
@@ -193,9 +193,8 @@ def test_a_balancing_loss_of_each_sample_is_read():
     outputs.loss.backward()
     plain = switch()(**h.pad_right(samples)).loss
     assert abs(float((outputs.loss - plain).detach())) > 1e-2, "control: the loss is in it"
-    for size in (2, 3):
-        found, _ = window_gradient(switch(), one_window(samples, size, collate))
-        assert h.relative_error(found, h.gradients(model)) < 1e-6
+    found, _ = window_gradient(switch(), one_window(samples, 3, collate))
+    assert h.relative_error(found, h.gradients(model)) < 1e-6
 
 
 def test_a_balancing_loss_of_other_arithmetic_is_refused(monkeypatch):

@@ -5,7 +5,7 @@ with the same gradients as without them, and not elsewhere.
 import itertools
 from collections import Counter
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 
 import helpers as h
 import pytest
@@ -69,6 +69,14 @@ def train(case, monkeypatch, loss_of=own_loss, candidates=None, prepare=lambda m
     return gradients, accelerator.training_loop.engine.speed_ups, model
 
 
+@cache
+def plain_gradients(name):
+    """Of a training without speed-ups."""
+    with pytest.MonkeyPatch.context() as patch:
+        gradients, _, _ = train(CASES[name], patch, candidates=[])
+    return gradients
+
+
 def assert_same(gradients, others):
     assert len(gradients) == len(others) == NUM_WINDOWS
     for ours, plain in zip(gradients, others, strict=True):
@@ -87,8 +95,7 @@ def assert_same(gradients, others):
 )
 def test_gradients_are_the_same_with_and_without(name, left_out, monkeypatch):
     gradients, used, model = train(CASES[name], monkeypatch)
-    plain, _, _ = train(CASES[name], monkeypatch, candidates=[])
-    assert_same(gradients, plain)
+    assert_same(gradients, plain_gradients(name))
     assert [speed_up.name for speed_up in used.used] == [n for n in ALL if n not in left_out]
     assert sorted(used.left_out) == sorted(left_out)
     assert set(used.num_used.values()) == {USED * WINDOW // MICRO_BATCH}
@@ -119,14 +126,11 @@ def test_hooks_that_layers_get_after_the_trial_see_padded_samples(monkeypatch):
 
 
 def test_activation_checkpointing_repeats_packed_tokens(monkeypatch):
-    case = CASES["GPT-2"]
-    plain, _, _ = train(case, monkeypatch, candidates=[])
-
     def checkpoint(model):
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    gradients, used, _ = train(case, monkeypatch, prepare=checkpoint)
-    assert_same(gradients, plain)
+    gradients, used, _ = train(CASES["GPT-2"], monkeypatch, prepare=checkpoint)
+    assert_same(gradients, plain_gradients("GPT-2"))
     assert list(used.num_used) == ALL
 
 
@@ -189,10 +193,8 @@ def test_a_trial_in_which_the_last_one_fails_costs_one_more(monkeypatch):
 
 
 def test_a_wrong_speed_up_is_left_out(monkeypatch):
-    case = CASES["GPT-2"]
-    gradients, used, _ = train(case, monkeypatch, candidates=[Wrong()])
-    plain, _, _ = train(case, monkeypatch, candidates=[])
-    assert_same(gradients, plain)
+    gradients, used, _ = train(CASES["GPT-2"], monkeypatch, candidates=[Wrong()])
+    assert_same(gradients, plain_gradients("GPT-2"))
     assert "relative error" in used.left_out["wrong"]
     assert not used.used
 

@@ -76,12 +76,7 @@ LAYOUTS = {
 
 # How a window is planned has nothing to do with the head, unless its loss depends on widths, or whole
 # micro-batches have no target.
-IN_ALL_LAYOUTS = {
-    "masked LM, tied weights",
-    "micro-batches without targets",
-    "classification, short last window",
-    "width-dependent head, short last window",
-}
+IN_ALL_LAYOUTS = {"micro-batches without targets", "width-dependent head, short last window"}
 
 
 def make_loader(samples, layout="even", **more):

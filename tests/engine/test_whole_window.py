@@ -161,9 +161,8 @@ def class_weights(model):
 
 @pytest.mark.parametrize("loss", [hardest_half, focal_over_positives, class_weights])
 def test_losses_that_no_sum_expresses(loss):
-    for size in (16, 5):
-        found, _, truth = gradient(size, loss)
-        assert h.relative_error(found, truth) < 2e-6
+    found, _, truth = gradient(5, loss)
+    assert h.relative_error(found, truth) < 2e-6
 
 
 class Centres(nn.Module):

@@ -6,11 +6,11 @@ Oracle: the undisturbed run. Negative control: the killed run's last checkpoint,
 """
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 
+from forked import start_script
 from runs import filled_place, relative_distance, small_config
 
 import hf_ga
@@ -20,24 +20,23 @@ STEPS, LIMIT = 30, 120  # optimizer steps; seconds
 
 
 def kill_after(config, checkpoint: str) -> None:
-    """Start the run as a program of its own, and send SIGKILL once the checkpoint is there."""
+    """Start the run as a process of its own, and send SIGKILL once the checkpoint is there."""
     output = Path(config.output_dir)
     (output.parent / "config.json").write_text(json.dumps(config.to_dict()))
-    run = subprocess.Popen(
-        [sys.executable, SCRIPT, output.parent / "config.json"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    began = time.monotonic()
-    while (
-        not (output / checkpoint).exists()
-        and run.poll() is None
-        and time.monotonic() - began < LIMIT
-    ):
-        time.sleep(0.002)
-    run.kill()
-    _, errors = run.communicate()
-    assert (output / checkpoint).exists(), errors.decode()[-2000:]
+    words = [str(SCRIPT), str(output.parent / "config.json")]
+    with TemporaryFile("w+") as printed:
+        run = start_script(words, output.parent, printed, printed)
+        began = time.monotonic()
+        while (
+            not (output / checkpoint).exists()
+            and run.poll() is None
+            and time.monotonic() - began < LIMIT
+        ):
+            time.sleep(0.002)
+        run.kill()
+        run.wait()
+        printed.seek(0)
+        assert (output / checkpoint).exists(), printed.read()[-2000:]
     assert not (output / "summary.json").exists(), "the run ended before it was killed"
 
 

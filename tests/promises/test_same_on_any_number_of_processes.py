@@ -1,5 +1,8 @@
-"""Promise 4, same on any number of processes: two processes, started by `accelerate launch`, train
-as one does.
+"""Promise 4, same on any number of processes: two processes train as one does.
+
+They are forked, with the environment of `accelerate launch`, whose starts would take most of the
+time. Started by it: tests/run/test_run.py, tests/finetuning/run/test_finetune_processes.py, and, on
+GPUs, `launch`.
 
 Oracle: the same training on one process. Negative control: the mean over processes of their own
     mean losses.
@@ -13,6 +16,7 @@ import launching
 import pytest
 import two_processes_worker as worker
 from accelerate import Accelerator
+from forked import on_two_ranks, without_errors
 
 PROFILES = Path(__file__).parents[2] / "accelerate_configs"
 
@@ -33,9 +37,13 @@ def launch(profile, folder, precision="no"):
     return json.loads((folder / "found.json").read_text())
 
 
-def test_two_processes_train_as_one(tmp_path):
+def test_two_processes_train_as_one():
     """Under DDP; under FSDP: tests/parallel/test_processes.py."""
-    found = launch("cpu_2", tmp_path)
+
+    def work() -> dict:
+        return worker.found_with(Accelerator(cpu=True))
+
+    found, _ = without_errors(on_two_ranks(work))
     assert (found["processes"], found["kind"]) == (2, "MULTI_CPU")
     alone = worker.train(Accelerator(cpu=True))
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)

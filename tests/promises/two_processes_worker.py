@@ -53,13 +53,18 @@ def usual_loss(accelerator: Accelerator) -> float:
     return float(accelerator.reduce(torch.stack(means).mean().detach(), "mean"))
 
 
-if __name__ == "__main__":
-    accelerator = Accelerator(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    found = train(accelerator) | {
+def found_with(accelerator: Accelerator) -> dict:
+    """What the training finds, the usual loss, and on how many processes."""
+    return train(accelerator) | {
         "processes": accelerator.num_processes,
         "kind": accelerator.distributed_type.value,
+        "usual loss": usual_loss(accelerator),
     }
-    found["usual loss"] = usual_loss(accelerator)
+
+
+if __name__ == "__main__":
+    accelerator = Accelerator(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    found = found_with(accelerator)
     if accelerator.is_main_process:
         Path(sys.argv[1]).write_text(json.dumps(found))
     end_training(accelerator)

@@ -38,7 +38,7 @@ ALONE = SimpleNamespace(
     is_main_process=True, num_processes=1
 )  # all that finding needs of an Accelerator
 STEPS = (2, 4, 6)
-DRAWS = 60
+DRAWS = 40
 SHARD = "shards/shard-00001-model-00001-of-00001.safetensors"
 FILES = [SHARD, "state.json", "manifest.json", "latest"]
 DAMAGES = ["flipped", "flipped", "truncated", "foreign", "swapped"]

@@ -81,7 +81,7 @@ class Layers(nn.Module):
 layers = h.seeded(Layers)
 
 
-def windows_of(data, seed=0, size=3):
+def windows_of(data, seed=0, size=4):
     return hf_ga.WindowLoader(
         data,
         h.pad_right,
@@ -147,7 +147,7 @@ def full_gradient(model, data, window, seed, dtype=torch.float64):
 def test_layers_that_were_compiled_with_dropout_of_torch():
     """Before and after the window they draw torch's own, in the window keyed masks."""
     data = h.plain_samples(8)
-    batch = h.pad_right(data[:3])
+    batch = h.pad_right(data[:4])
     expected = gradients_of(layers(), data)
     model = compiled(layers())
     model(**batch).backward()
@@ -165,7 +165,7 @@ def test_layers_that_were_compiled_with_dropout_of_torch():
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_around_compiled_layers(use_reentrant):
     """The layer that is not compiled runs again, too, after forwards that end early."""
-    data = h.plain_samples(16)
+    data = h.plain_samples(8)
     expected = gradients_of(layers(), data)
     again = partial(checkpoint, use_reentrant=use_reentrant)
     assert_same(gradients_of(compiled(layers(again)), data), expected)
@@ -173,7 +173,7 @@ def test_checkpointing_around_compiled_layers(use_reentrant):
 
 
 def test_a_whole_compiled_model():
-    data = h.plain_samples(16)
+    data = h.plain_samples(8)
     expected = gradients_of(layers(), data)
     model = layers()
     model.compile(backend="eager", dynamic=True)
@@ -195,7 +195,7 @@ def test_uncompiled_forwards_of_compiled_layers():
 
 
 def test_an_error_in_a_compiled_layer_leaves_nothing_behind():
-    data = h.plain_samples(16)
+    data = h.plain_samples(8)
     expected = gradients_of(layers(), data)
     model = compiled(layers())
     long = {"input_ids": [1] * 13, "labels": [1] * 13}
@@ -219,7 +219,7 @@ def test_a_trained_model_is_freed():
 
 def test_a_layer_that_one_forward_calls_twice():
     """Its calls have masks of their own."""
-    data = h.plain_samples(16)
+    data = h.plain_samples(8)
     expected = gradients_of(layers(twice), data)
     assert_same(gradients_of(compiled(layers(twice)), data), expected)
     assert counters["stats"]["unique_graphs"] >= 1
@@ -236,7 +236,7 @@ class CheckpointedInside(Layer):
 
 def test_checkpointing_within_compiled_layers():
     """torch runs them uncompiled, with the same masks in both passes."""
-    data = h.plain_samples(16)
+    data = h.plain_samples(8)
     expected = gradients_of(layers(), data)
     model = layers()
     for layer in model.layers:

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import sweep_heads
+import torch
 from common import flat
+from forked import FORK
 from heads import one_head as sweep
 from heads.one_head import TOLERANCE, Head, Verdict, all_heads, build_head, examine
 from heads.small_samples import KINDS, PaddingCollator
@@ -108,7 +110,10 @@ def test_at_least_450_heads_of_every_kind_are_listed_once():
     assert len({head.kind for head in chosen}) >= 8
 
 
-def test_a_head_that_kills_its_process_or_hangs_costs_no_other():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd's threads survive no fork")
+def test_a_head_that_kills_its_process_or_hangs_costs_no_other(monkeypatch):
+    """Its server is this process, which has the imports."""
+    monkeypatch.setattr(sweep_heads, "SERVER", FORK)
     names = ("fine", "kills", "good", "hangs", "last")
     heads = [SimpleNamespace(class_name=name) for name in names]
     verdicts = list(sweep_heads.sweep(heads, jobs=1, time_limit=1.0, send=send_strange_verdict))

@@ -39,7 +39,7 @@ MODELS = {
         {"chunked loss": "no plain linear output layer"},
     ),
 }
-NUM_SAMPLES = 24
+NUM_SAMPLES = 12
 PLANS = {
     "one": h.by_number(NUM_SAMPLES),
     "by number": h.by_number(5),

@@ -114,8 +114,20 @@ def run_forked(words: list[str], folder: Path) -> tuple[int | None, str, str]:
         return code, printed.read(), errors.read()
 
 
+def start_script(
+    words: list[str], folder: Path, printed: IO[str], errors: IO[str]
+) -> "ForkedScript | subprocess.Popen":
+    """Start a script in a folder, in a process that is forked from this one if it can be."""
+    if torch.cuda.is_available():
+        command = [sys.executable, *words]
+        return subprocess.Popen(command, cwd=folder, stdout=printed, stderr=errors)
+    return ForkedScript(words, folder, printed, errors)
+
+
 class ForkedScript(FORK.Process):
-    """A script in a session of its own, as if started in a folder by Python."""
+    """A script in a session of its own, as if started in a folder by Python; `poll` and `wait` are
+    those of a Popen.
+    """
 
     def __init__(
         self,
@@ -127,6 +139,12 @@ class ForkedScript(FORK.Process):
     ) -> None:
         super().__init__(target=self._become, args=(words, folder, printed, errors, environment))
         self.start()
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self) -> None:
+        self.join()
 
     @staticmethod
     def _become(

@@ -44,14 +44,13 @@ def sft(folder, trainer_class, model, layout, num_samples=NUM_SAMPLES, **more):
 def test_all_layouts_make_the_same_updates_and_trls_do_not(tmp_path):
     """TRL divides right, but its dropout masks depend on the layout."""
     one = {"num_train_epochs": 1}
-    full, *split = [
-        sft(tmp_path, ExactSFTTrainer, h.gpt2(0.1), layout, **one) for layout in LAYOUTS
-    ]
-    for run in split:
-        assert h.relative_error(run.gradients[0], full.gradients[0]) < CLOSE
-        assert weight_error(run, full) < CLOSE
-        assert run.losses == pytest.approx(full.losses, rel=CLOSE)
-        assert [log["num_tokens"] for log in run.logs] == [log["num_tokens"] for log in full.logs]
+    full, split = (
+        sft(tmp_path, ExactSFTTrainer, h.gpt2(0.1), layout, **one) for layout in LAYOUTS[:2]
+    )
+    assert h.relative_error(split.gradients[0], full.gradients[0]) < CLOSE
+    assert weight_error(split, full) < CLOSE
+    assert split.losses == pytest.approx(full.losses, rel=CLOSE)
+    assert [log["num_tokens"] for log in split.logs] == [log["num_tokens"] for log in full.logs]
     plain_full, plain = (
         sft(tmp_path, SFTTrainer, h.gpt2(0.1), layout, **one) for layout in LAYOUTS[:2]
     )
@@ -88,11 +87,12 @@ def test_the_gradient_is_that_of_the_full_batch(tmp_path, smoothing):
 
 def test_the_balancing_loss_of_experts(tmp_path):
     model = h.mixtral(0.5)
-    layouts = ((16, 1), (1, 16))
+    layouts = LAYOUTS[:2]
     one = {"num_train_epochs": 1}
     full, split = (sft(tmp_path, ExactSFTTrainer, model, layout, **one) for layout in layouts)
     assert weight_error(split, full) < CLOSE
-    plain_full, plain = (sft(tmp_path, SFTTrainer, model, layout, **one) for layout in layouts)
+    first = {"max_steps": 1}
+    plain_full, plain = (sft(tmp_path, SFTTrainer, model, layout, **first) for layout in layouts)
     assert h.relative_error(split.gradients[0], full.gradients[0]) < CLOSE
     assert h.relative_error(plain.gradients[0], plain_full.gradients[0]) > 100 * CLOSE
 

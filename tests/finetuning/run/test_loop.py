@@ -174,6 +174,7 @@ def test_a_window_without_targets_makes_no_step(place, tmp_path):
 
 def test_twenty_windows_in_a_row_without_targets_stop_the_run(place, tmp_path):
     settings = {"global_batch_size": 1, "max_steps": None, "num_train_epochs": 1.0}
+    settings |= {"eval_steps": 99, "save_steps": 99}
     nineteen = write_with_empty(tmp_path / "19.jsonl", 40, [*range(5, 24), 25])  # and one more
     twenty = write_with_empty(tmp_path / "20.jsonl", 40, list(range(5, 25)))
     assert (
