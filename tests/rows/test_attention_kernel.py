@@ -15,7 +15,6 @@ from hf_ga.draws.dropout.masks import keep_mask
 from hf_ga.draws.hashing import signed
 
 pytest.importorskip("triton", reason="the kernels need Triton")
-
 from hf_ga.rows.attention_kernel import Attention
 from hf_ga.rows.options import AttentionOptions
 
