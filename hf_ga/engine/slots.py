@@ -52,7 +52,7 @@ def rehearsed_slots(window: Window, *, is_first: bool) -> list[Slot]:
     rehearsed, parts = rehearsal_parts(own, max(1, num_planned - 1), choice)
     slots = [Slot(micro_batch) for micro_batch in window.split(parts).micro_batches]
     if len(parts) > 1 or window.request.pad_to_window:
-        rehearsed = np.sort(rehearsed)  # as a collate function may, if the model needs it
+        rehearsed = _in_order(window, rehearsed)
     slots.insert(0, _rehearsal(window, rehearsed, pad_to_window=len(parts) > 1))
     return _with_fillers(slots, window, max(2, num_planned))
 
@@ -102,7 +102,14 @@ def extra_rehearsal(
     if not len(own):
         return _with_fillers([], window, 1)[0]
     choice = _choice(window, positions, is_first=is_first)
-    return _rehearsal(window, np.sort(rehearsed_offsets(own, choice)))
+    return _rehearsal(window, _in_order(window, rehearsed_offsets(own, choice)))
+
+
+def _in_order(window: Window, offsets: np.ndarray) -> np.ndarray:
+    """Return samples of a window in their order if the collate function sorts them, as the model
+    may need it. Otherwise their places stay other ones than in the window.
+    """
+    return np.sort(offsets) if window.fetcher.sorts(window.request) else offsets
 
 
 def _choice(window: Window, positions: np.ndarray = NO_POSITIONS, *, is_first: bool) -> Choice:

@@ -20,7 +20,7 @@ from hf_ga.draws.generators import (
     seed_generators,
 )
 from hf_ga.errors import DataError
-from hf_ga.loading.batches import RowsPerSample, as_batch, equal_batches, shape_of
+from hf_ga.loading.batches import RowsPerSample, as_batch, equal_batches, shape_of, take_rows
 from hf_ga.model.forward import Batch
 
 # Entries whose rows losses count as targets.
@@ -48,6 +48,7 @@ class Entries:
         counts: Names of shared entries that depend on which samples share them, such as a number of
             targets.
         draws: Whether the collate function draws random numbers.
+        sorts: Whether it puts samples in an order of its own, as far as is known.
 
     Raises:
         DataError: If a batch cannot be split into samples: no entry has one row per sample, or an
@@ -62,6 +63,7 @@ class Entries:
         self.of_samples: set[str] = set()
         self.ragged: set[str] = set()
         self.counts: set[str] = set()
+        self.sorts = False
         self._num_shared_rows: dict[str, int] = {}  # of entries that do not grow with the samples
         with preserved_random_states():
             seed_generators(0)
@@ -120,6 +122,7 @@ class Entries:
         for batch in batches_of_one:
             self._record_row_counts(batch, 1)
         self._record_missing(batches_of_one)
+        self._find_order(samples)
 
     def counts_of(self, samples: Sequence[Any], offsets: Sequence[int]) -> dict[str, Any]:
         """Return the counts in the batch of some of the samples of a window.
@@ -182,6 +185,15 @@ class Entries:
         for name in self._num_shared_rows:
             if name in once and not equal_batches(once[name], twice.get(name)):
                 self.counts.add(name)
+
+    def _find_order(self, samples: Sequence[Any]) -> None:
+        """Record whether samples in reversed order are not the rows of a batch in that order."""
+        names = self.of_samples - self.ragged
+        last_first = np.arange(len(samples))[::-1].copy()
+        with preserved_random_states():
+            batch = self._collate(samples)
+            rows = take_rows(self._collate(samples[::-1]), last_first, names)
+        self.sorts = not all(equal_batches(batch[name], rows[name]) for name in names)
 
     def _split_entry(self, name: str, value: Any, alone: list[Any]) -> RowsPerSample:
         """Split a ragged entry of a collated batch into the rows of each sample, which must be

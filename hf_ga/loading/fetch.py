@@ -4,7 +4,7 @@ Random transforms and collate functions draw from generators that are seeded fro
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -184,14 +184,25 @@ class Fetcher:
             self._mixes_samples = moved_generators(states_before)
         return bool(self._mixes_samples)
 
+    def sorts(self, request: WindowRequest) -> bool:
+        """Whether the collate function puts samples in an order of its own."""
+        with preserved_random_states(), suppress(Exception):  # as the window cannot be split
+            self._inspect(self.samples(request, self.offsets(request)))
+        return self.entries is not None and self.entries.sorts
+
+    def _inspect(self, samples: Sequence[Any]) -> None:
+        """Find out once how the entries of a collated batch depend on its samples."""
+        if self.entries is None:
+            entries = Entries(self.collate_fn, samples[0])
+            entries.inspect_samples(samples)
+            self.entries = entries
+
     def _collate_window_and_split(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Collate the window into one batch, and take the rows of each micro-batch: all have one
         padded length, and a random collate function draws the same numbers for any split.
         """
         samples = self.samples(request, np.arange(len(request.positions)))
-        if self.entries is None:
-            self.entries = Entries(self.collate_fn, samples[0])
-            self.entries.inspect_samples(samples)
+        self._inspect(samples)
         counts = [self.entries.counts_of(samples, offsets) for offsets in request.micro_batches]
         seed_generators(fold_in(Purpose.COLLATE, request.seed, request.epoch, request.index))
         batch = as_batch(self.collate_fn(samples))

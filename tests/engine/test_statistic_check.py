@@ -177,6 +177,65 @@ def by_constants(outputs: Tensor, labels: Tensor) -> Tensor:
     return (losses * weights).sum() / weights.sum() + kept + torch.stack(of_rows).mean()
 
 
+class OfUser(Tensor):
+    """A class whose functions are its own."""
+
+
+def with_constants(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Constants of the type of a tensor, and a loss that is printed before its backward."""
+    losses = losses_of(outputs, labels)
+    limited = torch.max(losses - 1, losses.new_zeros(1)).minimum(losses.new_tensor(2.0))
+    shifted = torch.where(labels > 0, losses - 1, losses.new_zeros(())).abs()
+    loss = (limited + shifted + torch.ones_like(losses.mean()) * losses.relu()).mean()
+    assert f"{loss:.3f}" == f"{loss.item():.3f}"
+    weighted = labels.as_subclass(OfUser) * losses
+    assert type(weighted) is OfUser
+    return loss + weighted.as_subclass(Tensor).mean()
+
+
+def of_sorted_labels(outputs: Tensor, labels: Tensor) -> Tensor:
+    """A mask of sorted lengths."""
+    lengths, order = labels.sort(descending=True)
+    mask = torch.arange(3) < lengths[:, None]
+    return (outputs[order].abs() * mask).sum() / len(outputs)
+
+
+def by_slices(outputs: Tensor, labels: Tensor) -> Tensor:
+    """A number of Python for each sample, and rows as slices."""
+    losses = losses_of(outputs, labels)
+    total = outputs.new_zeros(())
+    for i in range(len(outputs)):
+        total = total + (losses[i : i + 1] - float(labels[i]) / 7).abs().sum()
+        total = total + (outputs[i : i + 1] - losses[i : i + 1]).relu().sum()
+    return total / len(outputs)
+
+
+def of_one_element(outputs: Tensor, labels: Tensor) -> Tensor:
+    """One element that a mask takes and sets is no statistic."""
+    targets = torch.zeros_like(outputs)
+    mask = torch.zeros_like(outputs, dtype=torch.bool)
+    mask[:1, :1] = True
+    targets[mask] = outputs.detach()[mask] * 1
+    return F.l1_loss(outputs, targets * 0 + 1)
+
+
+def of_classes(outputs: Tensor, labels: Tensor) -> Tensor:
+    """A number of Python for each class that the micro-batch has."""
+    losses = losses_of(outputs, labels)
+    limits = [losses[labels == label].clamp(max=1.0 + label) for label in set(labels.tolist())]
+    return torch.cat(limits).sum() / len(losses)
+
+
+@pytest.mark.parametrize("batch_size", [4, 2, 1])
+@pytest.mark.parametrize(
+    "loss_of", [with_constants, of_sorted_labels, by_slices, of_one_element, of_classes]
+)
+def test_comparisons_without_a_statistic_are_exact(loss_of, batch_size):
+    gradient, _ = train(loss_of, batch_size)
+    expected, _ = train(loss_of, batch_size=NUM_SAMPLES)
+    assert (gradient - expected).norm() < 1e-6 * expected.norm()
+
+
 def test_other_comparisons_are_exact():
     gradient, outputs = train(by_constants)
     expected, _ = train(by_constants, batch_size=NUM_SAMPLES)

@@ -30,11 +30,14 @@ ROUNDINGS = {"sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc"}
 STEPS = COMPARISONS | ROUNDINGS | {"relu", "leaky_relu", "hardtanh", "threshold", "abs", "l1_loss"}
 LIMITS = {"clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "max", "min"}
 ORDERS = {"sort", "argsort", "msort"}
-INDEXING = {"__getitem__", "index_select", "gather", "take"}
+INDEXING = {"__getitem__", "index_select", "gather", "take", "masked_select"}
+# Functions whose result has the shape or the type of a tensor, but none of its values.
+CONSTANTS = {"zeros_like", "ones_like", "full_like", "empty_like"}
+CONSTANTS |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
 # Functions that may return what is of one sample.
 SPLITS = {"unbind", "select", "split", "chunk", "tensor_split"}
 # Functions that show the class of a tensor.
-SHOWN = {"__deepcopy__", "__reduce_ex__", "__repr__"}
+SHOWN = {"__deepcopy__", "__reduce_ex__", "__repr__", "__format__"}
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class StatisticCheck:
     def __init__(self) -> None:
         """Start switched off."""
         self._is_on = False
+        self._num_samples = 0
         self._inputs: list[Tensor] = []  # with a row for each sample
         self._watched: list[weakref.ref[Tensor]] = []
         self._steps_at: dict[Node, frozenset[Step]] = {}
@@ -110,6 +114,7 @@ class StatisticCheck:
     def note_batch(self, batch: Any, num_samples: int) -> None:
         """Note a batch that the loop has."""
         if self._is_on:
+            self._num_samples = num_samples
             tensors = named_tensors(batch).values()
             self._inputs += [t for t in tensors if t.dim() and len(t) == num_samples]
 
@@ -139,6 +144,10 @@ class StatisticCheck:
             values: The watched tensors among them.
             results: The tensors that it returned.
         """
+        given = frozenset(number for number in arguments if isinstance(number, float))
+        if name in CONSTANTS:
+            self._mark(results[0], Origin(self, numbers=given))
+            return
         origins = [value.origin for value in values]
         are_statistics = [origin.is_statistic for origin in origins]
         is_compared = any(are_statistics) and not all(are_statistics)
@@ -147,26 +156,33 @@ class StatisticCheck:
             is_mixed = any(value.origin.is_mixed for value in values if value is arguments[0])
         numbers = frozenset[float]()
         if not all(are_statistics):
-            numbers = numbers.union(
-                *(origin.numbers for origin in origins),
-                (number for number in arguments if isinstance(number, float)),
-            )
+            numbers = given.union(*(origin.numbers for origin in origins))
         steps = frozenset[Step]().union(*(origin.steps for origin in origins))
         is_step = (is_mixed and name in STEPS) or (is_compared and name in LIMITS)
         if is_step or (name == "topk" and values[0].dim() == 1):
             steps |= {Step(name, numbers, is_mixed=True)}
-        elif name == "__getitem__" and origins[0].order is not None:
+        elif name == "__getitem__" and _is_part_of_order(values[0], results[0]):
             steps |= {Step(origins[0].order, numbers, is_mixed=True)}
         elif numbers and name in STEPS | LIMITS:
             steps |= {Step(name, numbers, is_mixed=False)}
         order = name if name in ORDERS and values[0].dim() == 1 else None
-        is_mixed |= order is not None
         origin = Origin(self, is_mixed=is_mixed, order=order, numbers=numbers, steps=steps)
         for result in results:
             if steps and result.grad_fn is not None:
                 self._steps_at[result.grad_fn] = steps
-            is_statistic = all(are_statistics) or result.numel() == 1
-            self._mark(result, replace(origin, is_statistic=is_statistic))
+            is_statistic = all(are_statistics) or self._is_statistic(name, values, result)
+            is_rank = order is not None and name != "msort" and result is results[-1]
+            self._mark(
+                result, replace(origin, is_statistic=is_statistic, is_mixed=is_mixed or is_rank)
+            )
+
+    def _is_statistic(self, name: str, values: Sequence[Tensor], result: Tensor) -> bool:
+        """Whether a result is one number of several samples, and not one that was taken of them."""
+        if result.numel() != 1 or self._num_samples == 1:
+            return False
+        if name in INDEXING:  # taken, by a statistic or not
+            return any(value.origin.is_statistic for value in values)
+        return any(value.numel() > 1 for value in values)
 
     def _mark(self, tensor: Tensor, origin: Origin) -> None:
         """Watch a tensor: in place, as another object would be another node of the graph."""
@@ -196,6 +212,10 @@ class WatchedTensor(Tensor):
     ) -> Any:
         """Run a function of torch, and note its results unless they are of single samples."""
         kwargs = kwargs or {}
+        if any(kind is not cls for kind in types):  # another class has functions of its own
+            for tensor in _tensors([*args, *kwargs.values()]):
+                _make_plain(tensor)
+            return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         if not name.startswith("__"):
             name = name.removesuffix("_")  # of a function that works in place
@@ -222,9 +242,17 @@ def _make_plain(tensor: Tensor) -> None:
 
 def _takes_one_row(tensor: Tensor, index: Any) -> bool:
     """Whether an index takes the row of one sample, and not one by their order."""
+    if isinstance(tensor, WatchedTensor) and tensor.origin.order is not None:
+        return False
     first = index[0] if isinstance(index, tuple) and index else index
-    is_order = isinstance(tensor, WatchedTensor) and tensor.origin.order is not None
-    return isinstance(first, int) and not isinstance(first, bool) and not is_order
+    if isinstance(first, slice):
+        return len(tensor) > 1 and len(range(*first.indices(len(tensor)))) == 1
+    return isinstance(first, int) and not isinstance(first, bool)
+
+
+def _is_part_of_order(tensor: WatchedTensor, part: Tensor) -> bool:
+    """Whether some of the sorted samples were taken."""
+    return tensor.origin.order is not None and part.numel() < tensor.numel()
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
