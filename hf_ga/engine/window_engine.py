@@ -441,14 +441,20 @@ class WindowEngine:
             yield
 
     def _watches_statistics(self, slot: Slot) -> bool:
-        """Whether it is watched what the loop computes: in a rehearsal, and in the micro-batch that
-        follows, but not always in all of a window, as what is compiled must be read, too.
+        """Whether it is watched what the loop computes: in a rehearsal, in the micro-batch that
+        follows, and by hand in the first one of several samples; but not always in all of a
+        window, as what is compiled must be read, too.
         """
         if self._rehearsal is None or any(map(is_compiled, self.models)):
             return False
         num_slots = self.gradient.sums.num_micro_batches // self.backend.num_processes
         is_first = not self.gradient.num_backwards
-        return slot.is_rehearsal or (is_first and (num_slots > 2 or not self.has_rehearsed))
+        is_first_of_several = self._rehearsal.num_samples == 1 and len(slot.micro_batch) > 1
+        return (
+            slot.is_rehearsal
+            or is_first_of_several
+            or (is_first and (num_slots > 2 or not self.has_rehearsed))
+        )
 
     def place(self, slot: Slot) -> Any:
         """Return a copy of the batch of the current micro-batch on the device."""

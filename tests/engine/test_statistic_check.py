@@ -154,6 +154,24 @@ def test_samples_that_are_compared_with_a_statistic_are_refused(loss_of, is_own_
         train(loss_of, is_own_loss=is_own_loss)
 
 
+@pytest.mark.parametrize("loss_of", [weighted_above_the_median, limited, of_large_labels])
+@pytest.mark.parametrize("seed", range(3))
+def test_they_are_refused_by_hand_at_micro_batches_of_one(loss_of, seed):
+    """The first iteration, of one sample, is the rehearsal, and shows nothing."""
+    torch.manual_seed(seed)
+    model = Classifier(loss_of)
+    samples = TensorDataset(torch.randn(NUM_SAMPLES, 3), torch.arange(NUM_SAMPLES) % 3)
+    accelerator = hf_ga.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples))
+    with pytest.raises(hf_ga.LossNotAdditive, match="compares samples with a statistic"):
+        for number, (x, y) in enumerate(loader, start=1):
+            accelerator.backward(loss_of(model(x), y) / 8)
+            if number % 8 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("loss_of", COMPARED)
 def test_a_full_batch_may_compare_samples(loss_of):
     """The control: there is no split."""
