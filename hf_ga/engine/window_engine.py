@@ -691,7 +691,7 @@ class WindowEngine:
         for reading in readings:
             nodes = [loss.grad_fn] if reading.term is None else reading.term.nodes
             numbers: dict[tuple[TermKey, str], set[frozenset[float]]] = defaultdict(set)
-            for step in self._recorder.statistics.steps_below(nodes):
+            for step in self._recorder.steps_below(nodes):
                 if step.is_mixed:
                     raise compared_with_statistic(reading.name, step.function)
                 numbers[reading.key, step.function].add(step.numbers)

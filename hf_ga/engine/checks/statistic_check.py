@@ -9,7 +9,7 @@ micro-batches.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hf_ga.engine.look.inside import nodes_below
 from hf_ga.model.forward import force_eager
 from hf_ga.model.outputs import named_tensors
 
-MAX_NODES = 200  # of a term's graph, from the loss on
 # Functions whose result changes in steps, or whose gradient does.
 COMPARISONS = {"eq", "ne", "gt", "ge", "lt", "le", "isclose", "bucketize", "searchsorted"}
 COMPARISONS |= {"not_equal", "greater", "greater_equal", "less", "less_equal"}
 ROUNDINGS = {"sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc"}
 STEPS = COMPARISONS | ROUNDINGS | {"relu", "leaky_relu", "hardtanh", "threshold", "abs", "l1_loss"}
+# Functions that choose between their arguments: steps where one of them is a statistic.
 LIMITS = {"clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "max", "min"}
+# Functions that put rows in another order, or take some of them.
 ORDERS = {"sort", "argsort", "msort"}
 INDEXING = {"__getitem__", "index_select", "gather", "take", "masked_select"}
 # Functions whose result has the shape or the type of a tensor, but none of its values.
@@ -124,14 +124,11 @@ class StatisticCheck:
             for tensor in (*self._inputs, *outputs):
                 self._mark(tensor, Origin(self))
 
-    def steps_below(self, nodes: Sequence[Node]) -> set[Step]:
-        """Return the steps that a term depends on.
-
-        Args:
-            nodes: The nodes of the term.
-        """
-        below = nodes_below(nodes, MAX_NODES) if self._steps_at else ()
-        return {step for node in below for step in self._steps_at.get(node, ())}
+    def steps_at(self, nodes: Iterable[Node]) -> set[Step]:
+        """Return the steps that the results at some nodes of the graph depend on."""
+        if not self._steps_at:
+            return set()
+        return {step for node in nodes for step in self._steps_at.get(node, ())}
 
     def note(
         self, name: str, arguments: Sequence[Any], values: Sequence[Tensor], results: list[Tensor]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from hf_ga.engine.checks.statistic_check import StatisticCheck
+from hf_ga.engine.checks.statistic_check import StatisticCheck, Step
 from hf_ga.engine.look.inside import BackwardCode, nodes_below
 from hf_ga.loss.nodes.saved import inputs, output_shape
 from hf_ga.loss.penalty import PARAMETER, Penalties
@@ -141,6 +141,14 @@ class OutputRecorder:
     def _watch_inner(self, module: nn.Module, args: tuple, outputs: Any) -> None:
         """Watch what a model computes after its last layer; a forward hook."""
         self.statistics.watch(self.inner)
+
+    def steps_below(self, nodes: Sequence[Node]) -> set[Step]:
+        """Return the steps, such as comparisons with statistics, that a term depends on.
+
+        Args:
+            nodes: The nodes of the term.
+        """
+        return self.statistics.steps_at(nodes_below(nodes, MAX_NODES))
 
     def candidates(self, num_samples: int, nodes: Sequence[Node]) -> Iterator[list[Watched]]:
         """Yield lists of what a term may be computed from, the nearest to the loss first.
