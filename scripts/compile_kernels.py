@@ -95,10 +95,8 @@ def attention_kernels(
         capability: Compute capability of the GPU times 10, such as 90.
     """
     launches = attention_kernel.launch_settings(head_dim, dtype, capability)
-    delta_launch = Launch(attention_kernel.DELTA_ROWS, 0, num_warps=4, num_stages=2)
     return [
         (attention_kernel.forward_kernel, launches.forward),
-        (attention_kernel.delta_kernel, delta_launch),
         (attention_kernel.query_gradient_kernel, launches.query_gradient),
         (attention_kernel.key_value_gradient_kernel, launches.key_value_gradient),
     ]

@@ -286,44 +286,6 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def delta_kernel(
-    OUT,
-    OUT_GRAD,
-    DELTA,
-    num_tokens,
-    HEAD_DIM: tl.constexpr,
-    PADDED_HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
-    """Compute delta of the attention backward: the dot product of output and output gradient.
-
-    For each token and head, it is the term that the softmax backward subtracts (FlashAttention-2).
-    Grid: (blocks of tokens, num_heads).
-
-    Args:
-        OUT: Pointer to the output, contiguous, of shape (num_tokens, num_heads, HEAD_DIM).
-        OUT_GRAD: Pointer to its gradient, like OUT.
-        DELTA: Pointer to the result: float32, of shape (num_heads, num_tokens).
-        num_tokens: Number of tokens of all samples.
-        HEAD_DIM: Elements of a vector.
-        PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
-        BLOCK_ROWS: Tokens of a block.
-    """
-    head = tl.program_id(1).to(tl.int64)
-    num_heads = tl.num_programs(1)
-    first_token = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    tokens = tl.arange(0, BLOCK_ROWS)
-    length = num_tokens - first_token
-    first = (first_token * num_heads + head) * HEAD_DIM
-    stride = num_heads * HEAD_DIM
-    out = load_tokens(OUT + first, stride, tokens, length, HEAD_DIM, PADDED_HEAD_DIM)
-    grad = load_tokens(OUT_GRAD + first, stride, tokens, length, HEAD_DIM, PADDED_HEAD_DIM)
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    delta_first = DELTA + head * num_tokens + first_token
-    tl.store(delta_first + tokens, delta, mask=tokens < length)
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
 def query_gradient_kernel(
     Q,
     K,
@@ -588,7 +550,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class KernelLaunches:
-    """The launch settings of the three large attention kernels for one head_dim and dtype."""
+    """The launch settings of the three attention kernels for one head_dim and dtype."""
 
     forward: Launch
     query_gradient: Launch
@@ -640,7 +602,6 @@ FULL_PRECISION = {
         key_value_gradient=Launch(16, 32, num_warps=8, num_stages=1),
     ),
 }
-DELTA_ROWS = 64  # tokens of a block of `delta_kernel`
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -665,7 +626,7 @@ def launch_settings(head_dim: int, dtype: torch.dtype, capability: int) -> Kerne
 
 
 def _kernel_arguments(options: AttentionOptions) -> dict[str, Any]:
-    """Return options as keyword arguments of the three large attention kernels."""
+    """Return options as keyword arguments of the three attention kernels."""
     has_window = options.sliding_window is not None
     return {
         "product_scale": options.scale * LOG2_E,
@@ -762,7 +723,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Launch the three backward kernels of attention.
+        """Launch the two backward kernels of attention.
 
         Args:
             ctx: Context of the autograd function.
@@ -774,10 +735,11 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse, cu_seqlens, seeds = ctx.saved_tensors
         options = ctx.options
         out_grad = out_grad.contiguous()
-        num_tokens, num_heads, head_dim = q.shape
+        num_heads = q.shape[1]
         num_kv_heads = k.shape[1]
         num_samples = len(cu_seqlens) - 1
-        delta = torch.empty_like(lse)
+        # What the softmax backward subtracts (FlashAttention-2), of shape (num_heads, num_tokens).
+        delta = (out * out_grad.float()).sum(-1).mT.contiguous()
         row_keys = torch.empty_like(lse, dtype=torch.int64)
         q_grad = q.new_empty(q.shape)
         k_grad = k.new_empty(k.shape)
@@ -786,21 +748,9 @@ class Attention(torch.autograd.Function):
         settings = {"scale": options.scale, **_kernel_arguments(options)}
         query_launch = _launch_settings_for(q).query_gradient
         key_launch = _launch_settings_for(q).key_value_gradient
-        delta_blocks = triton.cdiv(num_tokens, DELTA_ROWS)
         query_blocks = triton.cdiv(ctx.max_length, query_launch.rows)
         key_blocks = triton.cdiv(ctx.max_length, key_launch.columns)
         with torch.cuda.device_of(q):
-            delta_kernel[(delta_blocks, num_heads)](
-                out,
-                out_grad,
-                delta,
-                num_tokens,
-                HEAD_DIM=head_dim,
-                PADDED_HEAD_DIM=padded_head_dim(head_dim),
-                BLOCK_ROWS=DELTA_ROWS,
-                num_warps=4,
-                enable_fp_fusion=True,
-            )
             # Also fills row_keys, which the last kernel reads.
             query_gradient_kernel[(query_blocks, num_heads, num_samples)](
                 q,
@@ -836,7 +786,7 @@ class Attention(torch.autograd.Function):
 
 
 def _shape_arguments(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Return strides and sizes of q, k and v as keyword arguments of the large attention kernels.
+    """Return strides and sizes of q, k and v as keyword arguments of the attention kernels.
 
     Args:
         q: Queries, of shape (num_tokens, num_heads, head_dim).
