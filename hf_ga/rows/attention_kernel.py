@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_ga.draws.dropout.mask_kernel import is_kept, mixed
 from hf_ga.draws.dropout.masks import keep_threshold
-from hf_ga.rows.options import MAX_HEAD_DIM, AttentionOptions
+from hf_ga.rows.options import AttentionOptions
 
 MIN_BLOCK = 16  # tl.dot multiplies no smaller matrices
 LOG2_E = math.log2(math.e)
@@ -678,20 +678,7 @@ class Attention(torch.autograd.Function):
 
         Returns:
             A contiguous tensor of the shape of q.
-
-        Raises:
-            ValueError: If there is a sliding window without causal attention, dropout without
-                seeds, or head_dim > 256.
         """
-        if options.sliding_window is not None and not options.is_causal:
-            raise ValueError(
-                "a sliding window needs causal attention: pass is_causal=True or "
-                "sliding_window=None."
-            )
-        if q.shape[-1] > MAX_HEAD_DIM:
-            raise ValueError(f"head_dim {q.shape[-1]} > {MAX_HEAD_DIM} is not supported.")
-        if seeds is None and options.drop_probability > 0:
-            raise ValueError(f"seeds are needed for dropout {options.drop_probability}.")
         seeds = cu_seqlens if seeds is None else seeds  # not read without dropout
         q = _with_contiguous_vectors(q)
         k = _with_contiguous_vectors(k)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_ga.draws.dropout.masks import keep_threshold, uniform_int32
 from hf_ga.draws.hashing import mixed, signed
@@ -25,7 +26,12 @@ from hf_ga.logs import get_logger
 from hf_ga.model.override import Replacement
 from hf_ga.order.length_plan import row_length
 from hf_ga.rows.compiling import OPTIONS
-from hf_ga.rows.packed_attention import PackedAttention, PackedSamples, autocast_tensors
+from hf_ga.rows.packed_attention import (
+    PackedAttention,
+    PackedSamples,
+    attention_options,
+    autocast_tensors,
+)
 from hf_ga.rows.packed_tokens import PackedTokens
 from hf_ga.rows.row_attention import LayerCall, RowAttention, row_attention
 from hf_ga.speed.speed_up import Call
@@ -225,27 +231,21 @@ class CompiledRows:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        sliding_window: int | None = None,
-        position_ids: Tensor | None = None,
-        **options: Any,
+        **arguments: Any,
     ) -> tuple[Tensor, None]:
         """Attention of a row, as an attention function of transformers."""
-        for name, option in options.items():
-            if option is not None and not isinstance(option, bool):
-                raise ConfigError(f"attention of rows does not know the option {name}={option!r}.")
+        options = attention_options(sdpa_attention_forward, module, query, arguments)
+        if options is None:
+            raise ConfigError(f"attention of rows does not know these options: {arguments}.")
         # Autocast does not see the operator.
         query, key, value = autocast_tensors(query, key, value)
         draw = 0
-        if dropout > 0:
+        if options.drop_probability > 0:
             draw = self._next_draw
             self._next_draw += 1
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        window = -1 if sliding_window is None else sliding_window
-        numbers = [float(x) for x in (draw, dropout, scale, is_causal, window)]
+        window = -1 if options.sliding_window is None else options.sliding_window
+        of_options = (options.drop_probability, options.scale, options.is_causal, window)
+        numbers = [float(number) for number in (draw, *of_options)]
         return row_attention(query, key, value, self._call, numbers), None
 
 

@@ -9,8 +9,9 @@ Shapes: `num_tokens` is the number of real tokens of a micro-batch; keys and val
 `num_kv_heads` heads, which divide the `num_heads` of queries (grouped-query attention).
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,11 +90,9 @@ class PackedAttention:
         self._use_kernel = use_kernel
         # The samples of this micro-batch. None if its attention must be computed padded.
         self._samples: PackedSamples | None = None
-        # Results of `is_plain_mask` in this micro-batch: (mask, is_causal, sliding_window, result).
-        self._checked_masks: list[tuple[Tensor, bool, int | None, bool]] = []
-        # (module, is_causal, sliding_window) -> the length of the longest sample for which the
-        # module's mask was plain.
-        self._max_plain_length: dict[tuple[nn.Module, bool, int | None], int] = {}
+        # (module, is_causal, sliding_window) -> lengths of the longest sample for which its
+        # mask was plain, and of the shortest one for which it was not.
+        self._plain_lengths: dict[tuple[nn.Module, bool, int | None], tuple[float, float]] = {}
 
     def can_run(self, device: torch.device) -> bool:
         """Whether the Triton kernels compute attention of packed tokens on a device.
@@ -107,10 +106,9 @@ class PackedAttention:
     def start_micro_batch(self, samples: PackedSamples | None) -> None:
         """Set the samples of the next packed micro-batch, whose attention the kernels compute.
 
-        None if its attention must be computed padded. Forgets the masks of the last micro-batch.
+        None if its attention must be computed padded.
         """
         self._samples = samples
-        self._checked_masks.clear()
 
     def attend(
         self,
@@ -142,9 +140,11 @@ class PackedAttention:
         """
         if self._samples is None:
             return None
-        computed = attention_options(original, module, query, attention_mask, options)
+        computed = attention_options(original, module, query, options)
         if computed is None:
             return None
+        if attention_mask is None:  # then the function reads no window either
+            computed = replace(computed, sliding_window=None)
         query, key, value = autocast_tensors(query, key, value)
         if not are_supported(query, key, value, self._samples):
             return None
@@ -185,37 +185,20 @@ class PackedAttention:
         """Whether a mask of padded samples hides exactly what a kernel hides without the mask.
 
         Such a mask is called plain. Checking it waits for the device. If a module's mask is plain
-        for a long sample, it is plain for shorter ones, so it is checked again only if a
-        micro-batch has a longer sample than all before. Without a mask there must be no padding.
+        for a long sample, it is plain for shorter ones, so it is checked only for lengths between
+        those that are known. Without a mask there must be no padding.
         """
         samples = self._samples
         if attention_mask is None:
             return not samples.is_padded
-        mask_kind = (options.is_causal, options.sliding_window)
-        if samples.max_length <= self._max_plain_length.get((module, *mask_kind), 0):
-            return True
-        is_plain = self._is_plain(attention_mask, *mask_kind)
-        if is_plain:
-            self._max_plain_length[module, *mask_kind] = samples.max_length
-        return is_plain
-
-    def _is_plain(
-        self, attention_mask: Tensor, is_causal: bool, sliding_window: int | None
-    ) -> bool:
-        """Return `is_plain_mask` for an attention mask, cached for layers that share the mask.
-
-        Args:
-            attention_mask: The mask of the padded samples.
-            is_causal: Whether later tokens should be hidden.
-            sliding_window: How many tokens should be visible. None: all.
-        """
-        for mask, mask_is_causal, mask_window, is_plain in self._checked_masks:
-            if mask is not attention_mask:
-                continue
-            if mask_is_causal == is_causal and mask_window == sliding_window:
-                return is_plain
-        is_plain = is_plain_mask(attention_mask, self._samples.lengths, is_causal, sliding_window)
-        self._checked_masks.append((attention_mask, is_causal, sliding_window, is_plain))
+        length = samples.max_length
+        kind = (options.is_causal, options.sliding_window)
+        longest_plain, shortest_other = self._plain_lengths.get((module, *kind), (0, math.inf))
+        if length <= longest_plain or length >= shortest_other:
+            return length <= longest_plain
+        is_plain = is_plain_mask(attention_mask, samples.lengths, *kind)
+        known = (length, shortest_other) if is_plain else (longest_plain, length)
+        self._plain_lengths[module, *kind] = known
         return is_plain
 
 
@@ -223,7 +206,6 @@ def attention_options(
     original: Callable,
     module: nn.Module,
     query: Tensor,
-    attention_mask: Tensor | None,
     arguments: dict[str, Any],
 ) -> AttentionOptions | None:
     """Find out what a call of transformers' `sdpa_attention_forward` computes, to let a kernel do
@@ -234,7 +216,6 @@ def attention_options(
         module: The model's attention module. Its attribute `is_causal` is the default of that
             argument.
         query: Queries, of shape (..., head_dim).
-        attention_mask: The mask of the padded samples, or None.
         arguments: The other arguments of `original`.
 
     Returns:
@@ -259,8 +240,6 @@ def attention_options(
     if not isinstance(is_causal, bool):
         return None
     sliding_window = arguments.get("sliding_window")
-    if attention_mask is None:
-        sliding_window = None
     if sliding_window is not None and not is_causal:
         return None
     return AttentionOptions(drop_probability, scale, is_causal, sliding_window)

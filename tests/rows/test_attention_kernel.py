@@ -228,18 +228,3 @@ def test_views_of_one_projection_are_read_where_they_are():
         for given in (views, tensors)
     )
     assert all(map(torch.equal, found, expected))
-
-
-@pytest.mark.parametrize(
-    ("case", "seeded", "why"),
-    [
-        (Case((5,), is_causal=False, window=2), True, "a sliding window needs causal attention"),
-        (Case((5,), size=257), True, "head_dim 257"),
-        (Case((5,)), False, "seeds are needed"),
-    ],
-)
-def test_what_is_not_supported_is_an_error(case, seeded, why):
-    tensors, _, keys = inputs(case)
-    starts = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match=why):
-        Attention.apply(*tensors, starts, 5, keys if seeded else None, case.options)

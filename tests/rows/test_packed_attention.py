@@ -413,8 +413,7 @@ def test_plain_masks_by_hand(mask, kind, expected):
 def test_only_known_arguments_are_understood(function, options, is_understood):
     module = nn.Identity()
     query = torch.ones(1, 2, 3, 8)
-    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
-    assert attention_options(function, module, query, mask, options) is None, "causal or not?"
+    assert attention_options(function, module, query, options) is None, "causal or not?"
     module.is_causal = True
-    found = attention_options(function, module, query, mask, options)
+    found = attention_options(function, module, query, options)
     assert (found is not None) == is_understood
