@@ -15,7 +15,9 @@ import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.parallel.shards import named_state, write_shards
@@ -87,7 +89,15 @@ class CheckpointSaver:
         self.output_dir = output_dir
         self.keep = keep
         self.trained_only = trained_only
-        self._copies: dict[str, Tensor] = {}  # in the host's memory, used again
+        is_on_gpu = accelerator.device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=is_on_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=is_on_gpu,
+        )
+        self._stager = DefaultStager(options)  # copies to the host, the same memory each time
+        self._num_copied = 0  # bytes of that memory
         self._group: dist.ProcessGroup | None = None  # of the threads
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -138,7 +148,9 @@ class CheckpointSaver:
         state = copy.deepcopy({"step": step, "param_groups": groups, **state})
         if in_background and self._can_copy(tensors):
             self._thread = threading.Thread(
-                target=self._write, args=(final, state, self._copied(tensors)), name=final.name
+                target=self._write,
+                args=(final, state, self._stager.stage(tensors)),
+                name=final.name,
             )
             self._thread.start()
         else:
@@ -180,29 +192,12 @@ class CheckpointSaver:
         """
         is_whole = all(type(value) in (Tensor, nn.Parameter) for value in tensors.values())
         num_bytes = sum(value.nbytes for value in tensors.values()) if is_whole else 0
-        num_copied = sum(value.nbytes for value in self._copies.values())
         per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free = psutil.virtual_memory().available * MEMORY_SHARE / per_machine
-        can_copy = is_whole and num_bytes - num_copied <= free
-        if self.accelerator.num_processes == 1:
-            return can_copy
-        flags: list[Any] = [None] * self.accelerator.num_processes
-        dist.all_gather_object(flags, can_copy)
-        if all(flags) and self._group is None:
+        flags = gather_object([is_whole and num_bytes - self._num_copied <= free])
+        if not all(flags):
+            return False
+        self._num_copied = num_bytes
+        if self._group is None and len(flags) > 1:
             self._group = dist.new_group(backend="gloo")  # training uses the other one meanwhile
-        return all(flags)
-
-    def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of tensors in the host's memory, the same ones each time."""
-        if self._copies.keys() != tensors.keys():
-            self._copies = {}
-        for name, tensor in tensors.items():
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                is_on_gpu = tensor.device.type == "cuda"
-                copy = torch.empty_like(tensor, device="cpu", pin_memory=is_on_gpu)
-                self._copies[name] = copy
-            copy.copy_(tensor.detach(), non_blocking=True)
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize()
-        return dict(self._copies)
+        return True
