@@ -26,7 +26,8 @@ from hf_ga.model.precision import LOW_PRECISION, check_optimizer, check_precisio
 from hf_ga.parallel import prepare as parallel
 from hf_ga.parallel.backend import Backend, LocalBackend, check_supported
 from hf_ga.parallel.fsdp import backend_for, is_sharded
-from hf_ga.parallel.main_weights import loads_on_main, result_of_main
+from hf_ga.parallel.main_weights import loads_on_main
+from hf_ga.parallel.processes import call_on_main
 
 NUM_TRIED_SAMPLES = 64  # of a dataset, from which those of the trial are chosen
 # The attribute of an accelerator that holds the table unwrapped model -> its `LossSettings`.
@@ -164,7 +165,7 @@ def try_before(
     loop = loop_of(base_model, backend, settings)
     attempt = partial(try_loss, loop, samples, collate_fn)
     with accelerator.autocast() if needs_autocast(base_model) else nullcontext():
-        facts = attempt() if is_alone else result_of_main(accelerator, attempt)
+        facts = attempt() if is_alone else call_on_main(accelerator, attempt)
     if not (is_alone or accelerator.is_main_process):
         adopt(loop, facts)
     loop.engine.unused = facts.unused

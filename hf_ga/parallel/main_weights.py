@@ -8,68 +8,20 @@ processes, and models without persistent buffers.)
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from hf_ga.errors import ConfigError, HfGaError, ProcessFailed
+from hf_ga.errors import ConfigError
 from hf_ga.model.override import override
-from hf_ga.parallel.fsdp import is_sharded, unwrapped_name
-from hf_ga.parallel.processes import raise_on_all_ranks
-
-# What the main process computes for all may take longer than the usual timeout of collectives. If
-# it ends, the others stop waiting.
-TIMEOUT = timedelta(days=1)
-Result = TypeVar("Result")
-
-
-def result_of_main(accelerator: Accelerator, compute: Callable[[], Result]) -> Result:
-    """Return on all processes what a function returns on the main process, which alone holds the
-    model's weights. A collective.
-
-    Args:
-        accelerator: The accelerator of the run.
-        compute: The function; what it returns can be pickled.
-
-    Raises:
-        HfGaError: If the function raised it; on all processes.
-        ProcessFailed: On the other processes, if it raised any other error.
-    """
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    outcome: list[Any] = [None]
-    failure: Exception | None = None
-    if accelerator.is_main_process:
-        try:
-            outcome = [compute()]
-        except Exception as error:
-            failure = error
-            outcome = [_error_for_other_processes(error)]
-    dist.broadcast_object_list(outcome, src=0, group=group)
-    dist.destroy_process_group(group)
-    if failure is not None:
-        raise failure
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]
-
-
-def _error_for_other_processes(error: Exception) -> HfGaError:
-    """Return the error that the other processes raise: the same one if it is an error of hf_ga,
-    which can be pickled.
-    """
-    if isinstance(error, HfGaError):
-        return error
-    return ProcessFailed(f"process 0 failed: {type(error).__name__}: {error}")
+from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.processes import call_on_main, raise_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -126,8 +78,7 @@ def sharding_from_main(
             sharded ones.
 
     Raises:
-        ConfigError: If the processes built different models, or a tensor of the model is neither a
-            parameter nor a buffer; on all processes.
+        ConfigError: If the processes built different models; on all processes.
     """
     plugin = accelerator.state.fsdp_plugin
     outline = _broadcast_outline(accelerator, model, optimizers)
@@ -142,8 +93,6 @@ def sharding_from_main(
     _broadcast_weights(model, weights, offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy))
     _tie_parameters(model, outline)
     _set_optimizer_parameters(optimizers, outline, model)
-    with raise_on_all_ranks(accelerator):
-        _check_has_values(model)
 
 
 def _broadcast_outline(
@@ -152,11 +101,7 @@ def _broadcast_outline(
     """Return the outline of the main process's model on all processes, after checking on each that
     it built the same model and optimizers.
     """
-    outline: ModelOutline | None = None
-    with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process:
-            outline = _make_outline(model, optimizers)
-    (outline,) = broadcast_object_list([outline])
+    outline = call_on_main(accelerator, _make_outline, model, optimizers)
     with raise_on_all_ranks(accelerator):
         _check_same_model(accelerator, model, optimizers, outline)
     return outline
@@ -286,28 +231,3 @@ def _set_optimizer_parameters(
     for optimizer, groups in zip(optimizers, outline.optimizer_groups, strict=True):
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [model.get_parameter(name) for name in names]
-
-
-def _check_has_values(model: nn.Module) -> None:
-    """Check that no tensor of a model is left on the meta device: an attribute of a module that is
-    neither a parameter nor a buffer.
-    """
-    for name, tensor in _named_tensors(model):
-        if tensor.is_meta:
-            raise ConfigError(
-                f"{unwrapped_name(name)} has no values, because this process built the model on "
-                "the meta device, and it is neither a parameter nor a buffer: register it as a "
-                "buffer, or build the model on all processes outside of torch.device('meta')."
-            )
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over all tensors of a model and their names: parameters, buffers, and plain
-    attributes of its modules, which FSDP does not know.
-    """
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-    for module_name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if isinstance(value, Tensor):
-                yield f"{module_name}.{attribute}".removeprefix("."), value

@@ -6,15 +6,26 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env
+from accelerate.utils import (
+    broadcast_object_list,
+    gather_object,
+    get_int_from_env,
+    pad_across_processes,
+)
 from torch import Tensor
 
-from hf_ga.errors import CheckpointError, ConfigError
+from hf_ga.errors import CheckpointError, ConfigError, HfGaError, ProcessFailed
 from hf_ga.parallel.fsdp import is_sharded
+
+# What the main process computes for all may take longer than the usual timeout of collectives. If
+# it ends, the others stop waiting.
+TIMEOUT = timedelta(days=1)
 
 
 @contextmanager
@@ -94,11 +105,28 @@ def call_on_main(accelerator: Accelerator, function: Callable, *arguments: Any) 
     call it.
 
     Raises:
-        CheckpointError, ConfigError: If the function raised it; on all ranks.
+        HfGaError: If the function raised it; on all ranks.
+        ProcessFailed: On the other ranks, if it raised any other error.
     """
-    with raise_on_all_ranks(accelerator):
-        result = accelerator.on_main_process(function)(*arguments)
-    return broadcast_from_main(accelerator, result)
+    result = None
+    failure: Exception | None = None
+    reported: Exception | None = None
+    if accelerator.is_main_process:
+        try:
+            result = function(*arguments)
+        except Exception as error:
+            failure = reported = error
+            if not isinstance(error, HfGaError):
+                reported = ProcessFailed(f"process 0 failed: {type(error).__name__}: {error}")
+    if accelerator.num_processes > 1:
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        outcome = [result, reported]
+        dist.broadcast_object_list(outcome, src=0, group=group)
+        dist.destroy_process_group(group)
+        result, reported = outcome
+    if reported is not None:
+        raise failure or reported
+    return result
 
 
 def end_training(accelerator: Accelerator) -> None:
@@ -164,9 +192,7 @@ def gather_uneven(gather: Callable, values: Any) -> Any:
         return gather(values)
     own_num_rows = torch.tensor(len(values), device=values.device)
     num_rows_by_rank = gather(own_num_rows).flatten().tolist()
-    padding = values.new_zeros(max(num_rows_by_rank) - len(values), *values.shape[1:])
-    padded = gather(torch.cat([values, padding]))
-    padded_by_rank = padded.chunk(len(num_rows_by_rank))
+    padded_by_rank = gather(pad_across_processes(values)).chunk(len(num_rows_by_rank))
     return torch.cat(
         [rows[:num_rows] for rows, num_rows in zip(padded_by_rank, num_rows_by_rank, strict=True)]
     )

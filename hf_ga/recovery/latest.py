@@ -7,7 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from hf_ga.errors import CheckpointError
-from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
+from hf_ga.parallel.processes import call_on_main
 from hf_ga.recovery.files import discard, restore, write_text
 from hf_ga.recovery.manifest import PREFIX, verify
 
@@ -86,14 +86,10 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, name: str) -> Pa
         CheckpointError: If the folder is damaged or not a checkpoint, or if `output_dir` has only
             damaged checkpoints; on all processes.
     """
-    found = None
-    with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process and name == "auto":
-            found = _find_newest_undamaged(output_dir)
-        elif accelerator.is_main_process:
-            found = Path(name)
-            verify(found)
-    return broadcast_from_main(accelerator, found)
+    if name == "auto":
+        return call_on_main(accelerator, _find_newest_undamaged, output_dir)
+    call_on_main(accelerator, verify, Path(name))
+    return Path(name)
 
 
 def _find_newest_undamaged(output_dir: Path) -> Path | None:

@@ -149,13 +149,9 @@ class Pair(nn.Module):
 
 
 class Odd(nn.Module):
-    """A parameter of the model itself, a buffer that is saved and one that is not.
+    """A parameter of the model itself, a buffer that is saved and one that is not."""
 
-    Args:
-        has_attribute: There is a tensor that is neither.
-    """
-
-    def __init__(self, has_attribute: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(h.VOCABULARY, 8)
         self.scale = nn.Parameter(torch.ones(8))
@@ -163,18 +159,16 @@ class Odd(nn.Module):
         self.head = nn.Linear(8, h.VOCABULARY)
         self.register_buffer("shift", torch.linspace(0, 1, 8))
         self.register_buffer("factor", torch.linspace(1, 2, 8), persistent=False)
-        if has_attribute:
-            self.constant = torch.ones(8)
 
     def forward(self, input_ids, labels):
         x = self.pair(self.table(input_ids) * self.scale + self.shift) * self.factor
-        logits = self.head(x * getattr(self, "constant", 1.0))
+        logits = self.head(x)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return SimpleNamespace(loss=loss)
 
 
-def odd(**how) -> Odd:
-    model = h.seeded(partial(Odd, **how))()
+def odd() -> Odd:
+    model = h.seeded(Odd)()
     model.shift += 1.0  # as if loaded
     return model
 
@@ -300,14 +294,6 @@ def test_the_others_are_told_of_another_error():
     first, second = on_two_ranks(partial(prepared, Broken, samples=odd_samples()), "fsdp2")
     assert first == "TypeError: this model fails"
     assert second == "ProcessFailed: process 0 failed: TypeError: this model fails"
-
-
-def test_a_tensor_without_values_is_refused():
-    work = partial(prepared, partial(odd, has_attribute=True), "Pair", samples=odd_samples())
-    first, second = on_two_ranks(work, "fsdp2")
-    assert first == second
-    assert "ConfigError: constant has no values" in first
-    assert "register it as a buffer" in first
 
 
 def test_other_models_and_optimizers_are_refused():
