@@ -94,12 +94,13 @@ def attention_kernels(
         dtype: The dtype of queries, keys and values.
         capability: Compute capability of the GPU times 10, such as 90.
     """
-    launches = attention_kernel.launch_settings(head_dim, dtype, capability)
-    return [
-        (attention_kernel.forward_kernel, launches.forward),
-        (attention_kernel.query_gradient_kernel, launches.query_gradient),
-        (attention_kernel.key_value_gradient_kernel, launches.key_value_gradient),
+    kernels = [
+        attention_kernel.forward_kernel,
+        attention_kernel.query_gradient_kernel,
+        attention_kernel.key_value_gradient_kernel,
     ]
+    launches = attention_kernel.launch_settings(head_dim, dtype, capability)
+    return list(zip(kernels, launches, strict=True))
 
 
 def compile_kernel(

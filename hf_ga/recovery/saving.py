@@ -89,7 +89,7 @@ class CheckpointSaver:
         self.output_dir = output_dir
         self.keep = keep
         self.trained_only = trained_only
-        is_on_gpu = accelerator.device.type == "cuda"
+        is_on_gpu = torch.cuda.is_available()
         options = StagingOptions(
             use_pinned_memory=is_on_gpu,
             use_shared_memory=False,

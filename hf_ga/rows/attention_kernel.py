@@ -14,8 +14,7 @@ exp is of the score.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -531,8 +530,7 @@ def key_value_gradient_kernel(
     store_tokens(V_GRAD + first, stride, columns, length, v_grad, HEAD_DIM, PADDED_HEAD_DIM)
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The block sizes and launch options of one attention kernel.
 
     Attributes:
@@ -548,59 +546,23 @@ class Launch:
     num_stages: int
 
 
-@dataclass(frozen=True)
-class KernelLaunches:
-    """The launch settings of the three attention kernels for one head_dim and dtype."""
-
-    forward: Launch
-    query_gradient: Launch
-    key_value_gradient: Launch
-
-
-# Launch settings by padded head_dim; a smaller head_dim uses those of 64. They are fixed, not
-# autotuned, so that results do not depend on timings, and chosen so that no registers are spilled
-# (scripts/compile_kernels.py).
+# Launch settings of forward, gradient of the queries, gradients of keys and values, by padded
+# head_dim; a smaller head_dim uses those of 64. They are fixed, not autotuned, so that results do
+# not depend on timings, and chosen so that no registers are spilled (scripts/compile_kernels.py).
 HALF_PRECISION = {
-    64: KernelLaunches(
-        forward=Launch(64, 64, num_warps=4, num_stages=3),
-        query_gradient=Launch(64, 64, num_warps=4, num_stages=3),
-        key_value_gradient=Launch(32, 128, num_warps=8, num_stages=2),
-    ),
-    128: KernelLaunches(
-        forward=Launch(128, 64, num_warps=8, num_stages=2),
-        query_gradient=Launch(64, 64, num_warps=4, num_stages=2),
-        key_value_gradient=Launch(32, 64, num_warps=8, num_stages=2),
-    ),
-    256: KernelLaunches(
-        forward=Launch(64, 32, num_warps=8, num_stages=2),
-        query_gradient=Launch(64, 32, num_warps=8, num_stages=2),
-        key_value_gradient=Launch(32, 32, num_warps=8, num_stages=2),
-    ),
+    64: (Launch(64, 64, 4, 3), Launch(64, 64, 4, 3), Launch(32, 128, 8, 2)),
+    128: (Launch(128, 64, 8, 2), Launch(64, 64, 4, 2), Launch(32, 64, 8, 2)),
+    256: (Launch(64, 32, 8, 2), Launch(64, 32, 8, 2), Launch(32, 32, 8, 2)),
 }
 # From compute capability 9.0 on, four warps multiply 64 keys together: eight need 128 keys.
 HALF_PRECISION_90 = HALF_PRECISION | {
-    128: replace(
-        HALF_PRECISION[128],
-        key_value_gradient=Launch(32, 128, num_warps=8, num_stages=2),
-    ),
+    128: (Launch(128, 64, 8, 2), Launch(64, 64, 4, 2), Launch(32, 128, 8, 2)),
 }
 # Products in full precision need the operands' whole rows in registers: small blocks.
 FULL_PRECISION = {
-    64: KernelLaunches(
-        forward=Launch(64, 32, num_warps=8, num_stages=2),
-        query_gradient=Launch(32, 32, num_warps=4, num_stages=2),
-        key_value_gradient=Launch(16, 64, num_warps=8, num_stages=2),
-    ),
-    128: KernelLaunches(
-        forward=Launch(16, 16, num_warps=4, num_stages=2),
-        query_gradient=Launch(32, 16, num_warps=4, num_stages=2),
-        key_value_gradient=Launch(16, 32, num_warps=8, num_stages=1),
-    ),
-    256: KernelLaunches(
-        forward=Launch(16, 16, num_warps=8, num_stages=1),
-        query_gradient=Launch(16, 16, num_warps=4, num_stages=1),
-        key_value_gradient=Launch(16, 32, num_warps=8, num_stages=1),
-    ),
+    64: (Launch(64, 32, 8, 2), Launch(32, 32, 4, 2), Launch(16, 64, 8, 2)),
+    128: (Launch(16, 16, 4, 2), Launch(32, 16, 4, 2), Launch(16, 32, 8, 1)),
+    256: (Launch(16, 16, 8, 1), Launch(16, 16, 4, 1), Launch(16, 32, 8, 1)),
 }
 
 
@@ -609,8 +571,10 @@ def padded_head_dim(head_dim: int) -> int:
     return max(MIN_BLOCK, triton.next_power_of_2(head_dim))
 
 
-def launch_settings(head_dim: int, dtype: torch.dtype, capability: int) -> KernelLaunches:
-    """Look up the launch settings of the attention kernels.
+def launch_settings(
+    head_dim: int, dtype: torch.dtype, capability: int
+) -> tuple[Launch, Launch, Launch]:
+    """Look up the launch settings of the three attention kernels.
 
     Args:
         head_dim: Elements of a head's vector, at most `MAX_HEAD_DIM`.
@@ -685,7 +649,7 @@ class Attention(torch.autograd.Function):
         v = _with_contiguous_vectors(v)
         num_tokens, num_heads = q.shape[:2]
         num_samples = len(cu_seqlens) - 1
-        launch = _launch_settings_for(q).forward
+        launch, _, _ = _launch_settings_for(q)
         out = q.new_empty(q.shape)
         lse = q.new_empty((num_heads, num_tokens), dtype=torch.float32)
         grid = (triton.cdiv(max_length, launch.rows), num_heads, num_samples)
@@ -733,8 +697,7 @@ class Attention(torch.autograd.Function):
         v_grad = v.new_empty(v.shape)
         shape_arguments = _shape_arguments(q, k, v)
         settings = {"scale": options.scale, **_kernel_arguments(options)}
-        query_launch = _launch_settings_for(q).query_gradient
-        key_launch = _launch_settings_for(q).key_value_gradient
+        _, query_launch, key_launch = _launch_settings_for(q)
         query_blocks = triton.cdiv(ctx.max_length, query_launch.rows)
         key_blocks = triton.cdiv(ctx.max_length, key_launch.columns)
         with torch.cuda.device_of(q):
@@ -795,7 +758,7 @@ def _shape_arguments(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     }
 
 
-def _launch_settings_for(q: Tensor) -> KernelLaunches:
+def _launch_settings_for(q: Tensor) -> tuple[Launch, Launch, Launch]:
     """Return the attention kernels' launch settings for queries, of shape (..., head_dim).
 
     They depend on the GPU that holds the queries. On a CPU (Triton's interpreter) they are those of

@@ -46,7 +46,7 @@ from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, every
 from hf_ga.parallel.processes import broadcast_from_main, gather_uneven
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer, last_complete_checkpoint
-from hf_ga.trainer.loss import WindowLoss
+from hf_ga.trainer.loss import WindowLoss, num_items_in
 from hf_ga.trainer.pairs import chosen_first, collate_pairs, forward_of_pairs, has_pairs
 
 logger = get_logger(__name__)
@@ -89,7 +89,6 @@ class TrainerWindow:
         self._window: Window | None = None
         self._mask_request: WindowRequest | None = None
         self._rehearsal: Slot | None = None
-        self._num_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
         self._has_pairs = has_pairs(trainer.data_collator)
         self._loss_sums = None if trainer.loss_sums is None else LossSums(trainer.loss_sums)
         self._is_scale_checked = False  # whether `backward` has checked its first loss
@@ -289,9 +288,7 @@ class TrainerWindow:
             index = next(i for i, slot in enumerate(self.slots) if slot is self.engine.slot)
             self._loss, self._num_targets = self._whole_batch.part(index, outputs)
             return self._loss
-        num_items = None
-        if self.trainer.compute_loss_func is not None:
-            num_items = self._num_items([inputs])
+        num_items = num_items_in(self.trainer, inputs)
         if self._loss_sums is not None:
             outputs = model(**argument_filter(model)(inputs))
             self._loss, self._num_targets = self._sums_of(outputs, inputs)

@@ -1,7 +1,6 @@
 """`ExactTrainer.whole_batch`: a trainer's `compute_loss` as a loss of all samples of a window."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,11 +20,9 @@ class WindowLoss:
 
     def __init__(self, trainer: Trainer) -> None:
         """Take what computing the loss needs from an `ExactTrainer`."""
+        self.trainer = trainer
         self.model = trainer.model
         self._compute_loss = trainer.compute_loss
-        # Returns Trainer's number of items (targets) in a list of batches.
-        self._get_num_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
-        self._needs_num_items = trainer.compute_loss_func is not None
 
     def __call__(self, **batch: Any) -> tuple:
         """Return the outputs of each call of the model in `compute_loss` for a batch."""
@@ -39,8 +36,14 @@ class WindowLoss:
             batch: The batch.
         """
         returned: list[Any] = []
-        on_call = partial(_call_and_record, returned, model)
-        self._compute_loss_with(_ModelProxy(self.model, on_call), batch)
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            """Call the model, and keep its outputs."""
+            outputs = model(*args, **kwargs)
+            returned.append(outputs)
+            return outputs
+
+        self._compute_loss_with(record, batch)
         return tuple(returned)
 
     def loss_of_window(self, outputs: tuple, batch: Batch) -> Tensor:
@@ -58,16 +61,34 @@ class WindowLoss:
         Raises:
             ConfigError: If `compute_loss` calls the model more often than for a micro-batch.
         """
-        replaying_model = _ModelProxy(self.model, partial(_next_outputs, iter(outputs)))
-        return self._compute_loss_with(replaying_model, dict(batch))
+        remaining = list(outputs)
 
-    def _compute_loss_with(self, model: "_ModelProxy", batch: dict[str, Any]) -> Tensor:
-        """Call the trainer's `compute_loss` on a batch with a proxy in place of the model."""
-        return self._compute_loss(model, batch, num_items_in_batch=self._num_items_in(batch))
+        def replay(*args: Any, **kwargs: Any) -> Any:
+            """Return the next of the outputs, whatever the arguments."""
+            if not remaining:
+                raise ConfigError(
+                    "with whole_batch, compute_loss must call the model as often for a window as "
+                    "for a micro-batch, because it gets the concatenated outputs of the "
+                    "micro-batches."
+                )
+            return remaining.pop(0)
 
-    def _num_items_in(self, batch: dict[str, Any]) -> Any:
-        """Return the number of items in a batch for a `compute_loss_func`; None without one."""
-        return self._get_num_items([batch]) if self._needs_num_items else None
+        return self._compute_loss_with(replay, dict(batch))
+
+    def _compute_loss_with(self, on_call: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
+        """Call the trainer's `compute_loss` on a batch; `on_call` stands for calls of the model."""
+        model = _ModelProxy(self.model, on_call)
+        num_items = num_items_in(self.trainer, batch)
+        return self._compute_loss(model, batch, num_items_in_batch=num_items)
+
+
+def num_items_in(trainer: Trainer, batch: dict[str, Any]) -> Any:
+    """Return Trainer's number of items (targets) in a batch for its `compute_loss_func`; None if it
+    has none.
+    """
+    if trainer.compute_loss_func is None:
+        return None
+    return trainer._get_num_items_in_batch([batch], device=trainer.args.device)
 
 
 class _ModelProxy:
@@ -87,21 +108,3 @@ class _ModelProxy:
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model."""
         return getattr(self._model, name)
-
-
-def _call_and_record(returned: list[Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a model, append its outputs to the list `returned`, and return them."""
-    outputs = model(*args, **kwargs)
-    returned.append(outputs)
-    return outputs
-
-
-def _next_outputs(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the next of the outputs that were computed before, whatever the arguments."""
-    try:
-        return next(outputs)
-    except StopIteration:
-        raise ConfigError(
-            "with whole_batch, compute_loss must call the model as often for a window as for a "
-            "micro-batch, because it gets the concatenated outputs of the micro-batches."
-        ) from None
