@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from hf_ga.model.forward import unwrapped
 from hf_ga.parallel.fsdp import unwrapped_name
 
-FILE_BYTES = 1 << 30  # size of a file over all ranks; tensors of a GPU are copied file by file
+FILE_BYTES = 1 << 30  # size of a file; tensors of a GPU are copied file by file
 MODEL = "model."  # prefix of the saved names of weights
 MOMENTS = "optimizer."  # prefix of the saved names of the optimizer's tensors
 
@@ -85,8 +85,7 @@ def write_shards(
         folder: The folder to write the files into.
         group: How the processes communicate. None: in torch's default group.
     """
-    files = _assign_files(tensors, group)
-    writer = _ShardsWriter(str(folder), files, save_distributed=True)
+    writer = _ShardsWriter(str(folder), save_distributed=True)
     # What torch says on a single process. Not for a block only: this may be a thread, and the
     # filters are those of the process.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -94,18 +93,20 @@ def write_shards(
 
 
 class _ShardsWriter(HuggingFaceStorageWriter):
-    """Writes the same tensors as torch's class, under the same names, but lets other threads run:
+    """Writes the same tensors as torch's class, in files of about 1 GiB, and lets threads run:
     torch's class holds Python's lock while it builds the bytes of a file.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors; see torch's class."""
-        files = self.fqn_to_index_mapping
-        items_of_files: dict[int, list[WriteItem]] = {}
+        files: dict[int, list[WriteItem]] = {}
+        num_bytes = 0
         for item in plan.items:
-            items_of_files.setdefault(files[item.index.fqn], []).append(item)
-        for number, items in items_of_files.items():
-            name = _gen_file_name(number, max(files.values()), plan.storage_data["shard_index"])
+            files.setdefault(1 + num_bytes // FILE_BYTES, []).append(item)
+            tensor = item.tensor_data
+            num_bytes += tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize
+        for number, items in files.items():
+            name = _gen_file_name(number, max(files), plan.storage_data["shard_index"])
             _write_file(Path(self.path) / name, items, planner)
         written: Future[list[WriteResult]] = Future()
         written.set_result([])  # torch needs none: the files say what they contain
@@ -202,34 +203,6 @@ def _unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     checkpoint needs; any other optimizer itself.
     """
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _assign_files(tensors: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Assign the tensors of a distributed checkpoint to numbered files of about `FILE_BYTES`
-    (1 GiB). All processes must call it.
-
-    Args:
-        tensors: Name -> tensor, of this rank.
-        group: How the processes communicate.
-
-    Returns:
-        Name -> number of the file, from 1, for the tensors of all ranks.
-    """
-    files: dict[str, int] = {}
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        files[name] = 1 + num_bytes // FILE_BYTES
-        num_bytes += tensor.size().numel() * tensor.dtype.itemsize
-    # torch uses the first rank's table for all ranks, but each stage of a pipeline has other
-    # tensors: merge the tables of all ranks.
-    if not dist.is_initialized():
-        return files
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, files, group=group)
-    files_of_all_ranks: dict[str, int] = {}
-    for files_of_rank in of_ranks:
-        files_of_all_ranks |= files_of_rank
-    return files_of_all_ranks
 
 
 def _remove_unsaved_weights(model: nn.Module, weights: dict[str, Any], trained_only: bool) -> None:
