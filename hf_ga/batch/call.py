@@ -12,8 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hf_ga.batch.backend import make_backend
-from hf_ga.batch.collated import CollatedBatch
-from hf_ga.batch.padding import TokenEntries, groups_in_both
+from hf_ga.batch.collated import CollatedBatch, TokenEntries, groups_in_both
 from hf_ga.batch.ranks import (
     Agreement,
     agree_on_global_batch,

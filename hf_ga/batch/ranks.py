@@ -6,8 +6,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from hf_ga.batch.collated import CollatedBatch, concatenate_batches
-from hf_ga.batch.padding import TokenEntries, groups_in_both
+from hf_ga.batch.collated import (
+    CollatedBatch,
+    TokenEntries,
+    concatenate_batches,
+    groups_in_both,
+)
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.parallel.backend import Backend
 

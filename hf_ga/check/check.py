@@ -3,23 +3,26 @@ and if not, why?
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import nn
 from tqdm.auto import tqdm
 
 from hf_ga.check.causes.diagnosis import explain
-from hf_ga.check.causes.drawing import look_at_forwards
 from hf_ga.check.layouts import CheckedLayout, choose_layouts
+from hf_ga.check.reference import begin_draws, mean_loss
 from hf_ga.check.steps import (
     DTYPES,
     CheckContext,
     StepFunction,
+    device_of,
     make_accelerator,
     own_accelerate_state,
     working_copy,
@@ -28,13 +31,13 @@ from hf_ga.check.verdict.judging import compute_reference, judged
 from hf_ga.check.verdict.more_rows import pipeline_row, same_bits_row
 from hf_ga.check.verdict.report import EquivalenceReport
 from hf_ga.check.verdict.rows import OURS, ReportRow
-from hf_ga.draws.generators import preserved_random_states
+from hf_ga.draws.generators import moved_generators, preserved_random_states, random_states
 from hf_ga.engine.look.trial import LossFacts
 from hf_ga.engine.whole.whole_window import WholeBatchLoss
 from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
-from hf_ga.loading.batches import sample_length
+from hf_ga.loading.batches import as_batch, sample_length
 from hf_ga.loading.fetch import Collate
-from hf_ga.model.forward import LossFunction, unwrapped
+from hf_ga.model.forward import LossFunction, force_eager, restored_state, unwrapped
 from hf_ga.parallel.backend import check_supported
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import prepare
@@ -42,6 +45,10 @@ from hf_ga.parallel.processes import check_agreement, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.versions import versions
 from hf_ga.training import LossSettings, remember, try_before
+
+# Batch sizes of the forwards in which random draws are looked for. The dim of a draw that holds the
+# samples changes with them.
+BATCH_SIZES = (2, 3)
 
 
 def check_equivalence(
@@ -254,3 +261,49 @@ def _describe_loss(facts: LossFacts | None) -> str:
     draws = ", ".join(facts.draws) or "none"
     speed_ups = ", ".join(facts.speed_ups.names) or "none"
     return f"loss: {'; '.join(facts.terms)}{padding}; keyed draws: {draws}; speed-ups: {speed_ups}"
+
+
+def look_at_forwards(context: CheckContext) -> list[nn.Module]:
+    """Run forwards of copies of the longest sample, in which `context.draws` learn which dim of
+    each draw holds the samples.
+
+    Returns:
+        The innermost modules with random draws that cannot be tied to samples.
+    """
+    longest = max(context.samples, key=sample_length)
+    with (
+        context.draws.scope(),
+        restored_state(context.model),
+        force_eager(),
+        _drawing_modules(context.model) as found,
+    ):
+        for num_samples in BATCH_SIZES:
+            batch = as_batch(context.collate_fn([longest] * num_samples))
+            begin_draws(context, np.arange(num_samples))
+            mean_loss(context, send_to_device(batch, device_of(context.model)))
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def _drawing_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Give a list of the innermost modules whose forwards in the block move a global random
+    generator, which keyed draws do not.
+    """
+    found: list[nn.Module] = []
+    running: list[tuple[dict[str, bytes], int]] = []  # states and length of `found` before
+
+    def before(module: nn.Module, args: tuple) -> None:
+        """Note where the generators stand."""
+        running.append((random_states(), len(found)))
+
+    def after(module: nn.Module, args: tuple, outputs: Any) -> None:
+        """Keep a module that has moved one, unless one of its submodules has."""
+        states, num_found = running.pop()
+        if len(found) == num_found and moved_generators(states):
+            found.append(module)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            stack.callback(module.register_forward_hook(after).remove)
+        yield found

@@ -15,11 +15,11 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradScalerKwargs, send_to_device
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_ga.check.gradients import Gradients, clip, take_gradients
-from hf_ga.check.oracle.reference_draws import ReferenceDraws
+from hf_ga.draws.draw import Draw
 from hf_ga.draws.generators import seed_generators
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.look.trial import LossFacts
@@ -37,6 +37,27 @@ from hf_ga.training import LossSettings, backward_window
 StepFunction = Callable[..., Any]  # step(model, micro_batches), see `check_equivalence`
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 FP16_SCALE = 1024.0  # loss scale that keeps small gradients above fp16's smallest number
+
+
+class ReferenceDraws(KeyedDraws):
+    """Keyed draws for a model that computes in float64 what it trains in float32."""
+
+    def draw(self, *args: Any, **kwargs: Any) -> Draw:
+        """Return the next draw of the micro-batch, see `KeyedDraws.draw`."""
+        draw = super().draw(*args, **kwargs)
+        return _Float32Draw(draw.keys, draw.site, draw.shape, draw.sample_dim)
+
+
+class _Float32Draw(Draw):
+    """A draw whose numbers have the digits of float32 in float64, too: with more digits, normal
+    numbers are others altogether.
+    """
+
+    def _draw(self, from_hashes: partial) -> Tensor:
+        """Draw the numbers from hashes; those of float64 in float32."""
+        if from_hashes.keywords.get("dtype") != torch.float64:
+            return super()._draw(from_hashes)
+        return super()._draw(partial(from_hashes, dtype=torch.float32)).double()
 
 
 @dataclass

@@ -9,6 +9,7 @@ The backend for FSDP is `hf_ga.parallel.fsdp.ShardedBackend`.
 """
 
 import os
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,6 +32,9 @@ SUPPORTED = (
     DistributedType.MULTI_GPU,
     DistributedType.FSDP,
 )
+
+
+ALIGNMENT = 64  # bytes; torch's CPU allocator aligns all tensors to that
 
 
 @dataclass
@@ -377,6 +381,35 @@ class LocalBackend(Backend):
     def scaled(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself: there is no loss scale."""
         return tensor
+
+
+class ChunkBackend(Backend):
+    """Backend for one process or DDP in which every micro-batch is a chunk of the window."""
+
+    reason_not_to_split = (
+        "It is a chunk of same_bits, whose size is part of the result: turn on "
+        "gradient_checkpointing, use a device with more memory, or start a different run with a "
+        "smaller same_bits"
+    )
+
+    def begin(self, model: nn.Module) -> None:
+        """Prepare a window: align weights and buffers in memory.
+
+        Warns if a CPU process has several threads, as the bits then depend on their number.
+        """
+        super().begin(model)
+        if self.device.type == "cpu" and torch.get_num_threads() > 1:
+            warnings.warn(
+                f"bits depend on the number of threads, {torch.get_num_threads()} in this "
+                "process: call torch.set_num_threads(1), or use the same number in every process "
+                "and run.",
+                stacklevel=2,
+            )
+        for tensor in (*model.parameters(), *model.buffers()):
+            # The bits of MKL's matrix products depend on the alignment of the matrices, and weights
+            # that were loaded from a safetensors file may begin anywhere.
+            if tensor.data_ptr() % ALIGNMENT:
+                tensor.data = tensor.data.clone()
 
 
 def check_supported(accelerator: Accelerator) -> None:

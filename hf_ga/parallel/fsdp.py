@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from hf_ga.errors import ConfigError
 from hf_ga.model.forward import fresh_gradients
 from hf_ga.model.precision import LOW_PRECISION
-from hf_ga.parallel.backend import Backend, sum_over_ranks
+from hf_ga.parallel.backend import Backend, ChunkBackend, sum_over_ranks
 from hf_ga.parallel.rejoin import CollectiveCounter, can_rejoin, fsdp2_units
-from hf_ga.parallel.same_bits import ChunkBackend
 
 # Parts that the wrappers of FSDP1 and activation checkpointing add to the names of modules and
 # parameters.
@@ -183,7 +182,10 @@ class ShardedBackend(Backend):
         if not unused:
             return
         parameters = [p for name, p in model.named_parameters() if unwrapped_name(name) in unused]
-        own_sums = [_sum_of_absolute_values(p.grad) for p in parameters]
+        own_sums = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            own_sums.append(0.0 if gradient is None else float(local_shard(gradient).abs().sum()))
         sums = sum_over_ranks(self.accelerator, own_sums)
         for parameter, sum_of_absolute_values in zip(parameters, sums, strict=True):
             if not sum_of_absolute_values:
@@ -207,15 +209,6 @@ class ShardedBackend(Backend):
         if isinstance(norm, DTensor):
             return norm.full_tensor()
         return norm
-
-
-def _sum_of_absolute_values(gradient: Tensor | None) -> float:
-    """Return the sum of the absolute values of this rank's FSDP shard of a gradient; 0 if the
-    gradient is None.
-    """
-    if gradient is None:
-        return 0.0
-    return float(local_shard(gradient).abs().sum())
 
 
 def unwrapped_name(name: str) -> str:

@@ -75,9 +75,7 @@ def check_agreement(accelerator: Accelerator, description: str, value: str) -> N
     Raises:
         ConfigError: If the values differ; on all ranks.
     """
-    if accelerator.num_processes == 1:
-        return
-    values = gather_object([value])
+    values = gather_object([value])  # without other processes, the list itself
     if len(set(values)) > 1:
         listed = ", ".join(f"process {rank}: {value}" for rank, value in enumerate(values))
         raise ConfigError(
@@ -94,8 +92,6 @@ def broadcast_from_main(accelerator: Accelerator, value: Any) -> Any:
         value: This rank's value, any object that can be pickled; ignored except on the main
             process.
     """
-    if accelerator.num_processes == 1:
-        return value
     (value_of_main,) = broadcast_object_list([value])
     return value_of_main
 

@@ -42,7 +42,7 @@ class CollectiveCounter:
         """Start with no collective of FSDP2 counted."""
         self.num_made = 0
         self.num_requested = 0
-        self._is_repetition = False  # whether the next try repeats a micro-batch
+        self._num_kept = 0  # of those made, if the next try repeats a micro-batch
 
     def attach(self, model: nn.Module) -> None:
         """Count all collectives that FSDP2 makes for a model from now on: replace torch's own, and
@@ -60,10 +60,9 @@ class CollectiveCounter:
         repetition of one that ran out of memory, the number of collectives that this rank has
         already made with the others is kept.
         """
-        if not self._is_repetition:
-            self.num_made = 0
+        self.num_made = self._num_kept
         self.num_requested = 0
-        self._is_repetition = False
+        self._num_kept = 0
 
     def prepare_repetition(self, model: nn.Module) -> None:
         """Prepare the repetition of a micro-batch that ran out of memory under FSDP2: reset the
@@ -74,15 +73,7 @@ class CollectiveCounter:
             model: The root module that FSDP2 sharded.
         """
         model.reset_iter_state()
-        self._is_repetition = True
-
-    def count_request(self) -> bool:
-        """Count one more collective that FSDP2 requests in a micro-batch, and return whether this
-        rank has already made it with the others, in a try of the same micro-batch that ran out of
-        memory.
-        """
-        self.num_requested += 1
-        return self.num_requested <= self.num_made
+        self._num_kept = self.num_made
 
 
 class CountedCollective:
@@ -111,12 +102,14 @@ class CountedCollective:
         Returns:
             The work handle of an asynchronous collective, otherwise None.
         """
-        if self.counter.count_request():
+        counter = self.counter
+        counter.num_requested += 1
+        if counter.num_requested <= counter.num_made:  # in a try before
             # Results of a repeated micro-batch are discarded, so any finite numbers will do.
             output_tensor.zero_()
             return None
         work = self.make(output_tensor, input_tensor, **options)
-        self.counter.num_made += 1
+        counter.num_made += 1
         return work
 
 

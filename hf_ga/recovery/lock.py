@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
 from hf_ga.errors import ConfigError
-from hf_ga.parallel.processes import broadcast_from_main
+from hf_ga.parallel.processes import call_on_main
 
 LOCK = "run.lock"  # name of the lock file, which exists while a run uses the folder
 
@@ -32,14 +32,7 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         ConfigError: If another run uses the folder, or it cannot be created; on all processes.
     """
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
-    missing_folders: list[Path] = []
-    problem = None
-    if accelerator.is_main_process:
-        missing_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-        problem = _acquire(lock, folder)
-    problem = broadcast_from_main(accelerator, problem)
-    if problem is not None:
-        raise ConfigError(f"output_dir {folder} {problem}")
+    missing_folders = call_on_main(accelerator, _acquire, lock, folder)
     try:
         yield
     finally:
@@ -60,24 +53,29 @@ def is_empty_folder(folder: Path) -> bool:
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 
 
-def _acquire(lock: FileLock, folder: Path) -> str | None:
-    """Create a run's output folder and acquire its lock, without waiting.
+def _acquire(lock: FileLock, folder: Path) -> list[Path]:
+    """Create a run's output folder and acquire its lock, without waiting. On a file system without
+    locks nothing is acquired.
 
     Returns:
-        None if the folder can be used (also on a file system without locks, where nothing is
-        acquired). Otherwise the end of the error message that all processes raise: why it cannot be
-        used, and what to do.
+        The folders that it created: this one and its parents.
+
+    Raises:
+        ConfigError: If the folder cannot be used.
     """
+    missing_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except Timeout:
-        return (
-            "is in use by another run, and two would overwrite each other's checkpoints and "
-            "metrics: wait until it ends, stop it, or choose another output_dir."
-        )
+    except Timeout as error:
+        raise ConfigError(
+            f"output_dir {folder} is in use by another run, and two would overwrite each other's "
+            "checkpoints and metrics: wait until it ends, stop it, or choose another output_dir."
+        ) from error
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK):
-            return f"cannot be used ({error}): choose another output_dir."
+            raise ConfigError(
+                f"output_dir {folder} cannot be used ({error}): choose another output_dir."
+            ) from error
         (folder / LOCK).unlink(missing_ok=True)
-    return None
+    return missing_folders

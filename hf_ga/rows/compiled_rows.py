@@ -6,7 +6,6 @@ dropout is integer arithmetic inside of the graph, with the bits of `masks.keep_
 an operator that the compiler calls (`row_attention.py`).
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,7 +62,6 @@ class CompiledRows:
         self._attention = RowAttention(draws, kernels)
         self._is_eager = False  # because the layers cannot be compiled
         self._compiled: dict[nn.Module, Callable] = {}
-        self._known_lengths: set[int] = set()  # of rows that were compiled
         self._of: Call | None = None  # the micro-batch
         # (first draw of a layer, its key) -> the keys of the layer's draws.
         self._tensor_of: dict[tuple[int, int], Tensor] = {}
@@ -95,6 +93,11 @@ class CompiledRows:
         index = torch.cat([tokens.index, tail])
         self._token_keys = call.keys[index // tokens.width]
         self._columns = index % tokens.width
+
+    @property
+    def packed_shape(self) -> tuple[int, int]:
+        """The first two sizes of a row's tensors, as of `PackedTokens.packed_shape`."""
+        return 1, self.length
 
     def pack(self, padded: Tensor) -> Tensor:
         """Return a padded tensor as a row, whose tail repeats its last token.
@@ -149,47 +152,39 @@ class CompiledRows:
         """
         return [(layer, "_compiled_call_impl", None) for layer in self._layers]
 
-    def _run(self, layer: nn.Module, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, layer: nn.Module, original: Callable, hidden: Tensor, **arguments: Any) -> Any:
         """Run a layer on a row."""
-        args, kwargs = self._begin_layer(layer, args, kwargs)
+        arguments = self._begin_layer(layer, arguments)
         try:
-            return self._run_compiled(layer, original, args, kwargs)
+            return self._run_compiled(layer, original, hidden, arguments)
         finally:
             self._end_layer()
 
     def _run_compiled(
-        self, layer: nn.Module, original: Callable, args: tuple, kwargs: dict[str, Any]
+        self, layer: nn.Module, original: Callable, hidden: Tensor, arguments: dict[str, Any]
     ) -> Any:
         """Run a layer compiled; if it cannot be, run all layers as they are from now on."""
         if self._is_eager:
-            return original(*args, **kwargs)
+            return original(hidden, **arguments)
         if layer not in self._compiled:
             options = getattr(layer, OPTIONS, {})
             self._compiled[layer] = torch.compile(
                 original, dynamic=False, fullgraph=True, **options
             )
-        start = time.perf_counter()
         try:
-            output = self._compiled[layer](*args, **kwargs)
+            return self._compiled[layer](hidden, **arguments)
         except TorchDynamoException as failure:
             self._is_eager = True
             self._next_draw = 0
             reason = str(failure).splitlines()[0]
             logger.warning(f"hf_ga: the layers are not compiled: {reason}")
-            return original(*args, **kwargs)
-        if self.length not in self._known_lengths:  # its first call compiles
-            self._known_lengths.add(self.length)
-            seconds = time.perf_counter() - start
-            logger.info(f"hf_ga: compiled for rows of {self.length} tokens in {seconds:.0f} s.")
-        return output
+            return original(hidden, **arguments)
 
-    def _begin_layer(
-        self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
+    def _begin_layer(self, layer: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin a layer, and return its arguments without the mask of padded samples, of which the
         operator of attention knows.
         """
-        masks = [a for a in (*args, *kwargs.values()) if _is_mask(a)]
+        masks = [value for value in arguments.values() if _is_mask(value)]
         first_draw = self._draws.num_draws
         call = LayerCall(layer, masks[0] if masks else None, first_draw)
         self._attention.calls.append(call)
@@ -202,9 +197,7 @@ class CompiledRows:
         self._site_keys = self._tensor_of[first]
         self._next_draw = 0
         self._is_in_layer = True
-        args = tuple(None if _is_mask(a) else a for a in args)
-        kwargs = {name: None if _is_mask(a) else a for name, a in kwargs.items()}
-        return args, kwargs
+        return {name: None if _is_mask(value) else value for name, value in arguments.items()}
 
     def _end_layer(self) -> None:
         """End a layer: its draws count as the micro-batch's."""

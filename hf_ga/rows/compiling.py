@@ -40,12 +40,17 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
 
 
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model to compile: those in an `nn.ModuleList` of layers of one class.
+    """Return the layers of a model to compile: those of its lists of equal layers."""
+    return [layer for layers in layer_lists(module) for layer in layers]
 
-    Includes the layers of several such lists, such as those of an encoder and of a decoder. A list
-    within a layer is not searched: its modules are compiled with the layer. Empty if there is none.
+
+def layer_lists(module: nn.Module) -> list[nn.ModuleList]:
+    """Return the lists of equal layers of a model: each `nn.ModuleList` of layers of one class.
+
+    There may be several, such as those of an encoder and of a decoder. A list within a layer is
+    left out. Empty if there is none.
     """
     is_list = isinstance(module, nn.ModuleList)
     if is_list and len({type(layer) for layer in module}) == 1:
-        return list(module)
-    return [layer for child in module.children() for layer in repeated_layers(child)]
+        return [module]
+    return [layers for child in module.children() for layers in layer_lists(child)]

@@ -53,14 +53,7 @@ class FusedAttention(SpeedUp):
         return None
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kept: Tensor,
-        bias: Tensor | None,
-        scale: float,
-        drop_probability: float,
+        self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, *others: Any
     ) -> Tensor:
         """Compute attention with a given dropout mask by one fused function, `DroppedAttention`.
 
@@ -73,18 +66,16 @@ class FusedAttention(SpeedUp):
             value: Values, of shape (..., S, value dim).
             kept: Dropout mask of the attention weights: bool, of shape (..., L, S), True where a
                 weight is kept.
-            bias: A tensor to add to the scores. None: nothing.
-            scale: Factor of the scores.
-            drop_probability: The dropout probability.
+            others: Bias, scale and drop probability, see `DroppedAttention`.
 
         Returns:
             A tensor of shape (..., L, value dim).
         """
         if not _is_supported(query, key, value):
-            return dropped_attention(query, key, value, kept, bias, scale, drop_probability)
+            return dropped_attention(query, key, value, kept, *others)
         self._was_used = True
         query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
-        attended = DroppedAttention.apply(query, key, value, kept, bias, scale, drop_probability)
+        attended = DroppedAttention.apply(query, key, value, kept, *others)
         return attended.view(*kept.shape[:-1], value.shape[-1])
 
 

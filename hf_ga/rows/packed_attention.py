@@ -259,25 +259,21 @@ def autocast_tensors(*tensors: Tensor) -> list[Tensor]:
 
 
 def are_supported(query: Tensor, key: Tensor, value: Tensor, samples: PackedSamples) -> bool:
-    """Whether the kernels for packed attention support dtype, device and shape of tensors.
+    """Whether the kernels for packed attention support dtype and shape of tensors.
 
     Args:
         query: Queries, of shape (1, num_heads, num_tokens, head_dim).
         key: Keys, of shape (1, num_kv_heads, num_tokens, head_dim).
         value: Values, of the shape of the keys.
-        samples: The packed samples, which must be on the same device.
+        samples: The packed samples.
     """
-    num_heads, num_tokens, head_dim = query.shape[1:]
-    num_kv_heads = key.shape[1]
-    device = samples.keys.device
+    num_tokens, head_dim = query.shape[2:]
     token_stride = max(x.stride(2) for x in (query, key, value))
     return (
         query.dtype in DTYPES
         and query.dtype == key.dtype == value.dtype
-        and query.device == key.device == value.device == device
         and key.shape == value.shape
         and key.shape[2:] == (num_tokens, head_dim)
-        and num_heads % num_kv_heads == 0
         and head_dim <= MAX_HEAD_DIM
         and samples.max_length * token_stride < MAX_OFFSET
     )

@@ -26,6 +26,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.loading.batches import IGNORED_LABEL
 from hf_ga.model.forward import compiled_modules
 from hf_ga.model.override import Replacement, override
+from hf_ga.rows.compiling import layer_lists
 from hf_ga.rows.packed_attention import PackedAttention, PackedSamples
 from hf_ga.rows.packed_tokens import PackedMasks, PackedTokens
 from hf_ga.speed.speed_up import Call, SpeedUp
@@ -186,6 +187,7 @@ class Packing(SpeedUp):
         if self._tokens is None:
             return
         self._was_packed = True
+        self._packer = self._tokens if self._rows is None else self._rows
         self._attention.start_micro_batch(self._samples_of_call)
         if self._rows is not None:
             self._rows.begin(call, self._tokens, self._samples_of_call)
@@ -265,29 +267,27 @@ class Packing(SpeedUp):
 
     def _run_layer(self, layer: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run a layer's own forward, or the compiled one, on packed tokens."""
-        args, kwargs = self._pack_arguments(layer, args, kwargs)
-        output = forward(*args, **kwargs)
+        hidden_states, arguments = self._pack_arguments(layer, args, kwargs)
+        output = forward(hidden_states, **arguments)
         return self._unpack_output(output) if layer is self._layers[-1] else output
 
-    def _pack_arguments(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Pack the arguments of a layer that have a row per token.
+    def _pack_arguments(
+        self, layer: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the hidden states of a layer and its other arguments by name, with those
+        packed that have a row per token.
 
         The hidden states are packed before the first layer only. A generation cache becomes None.
         """
-        positional = dict(zip(self._parameter_names, args, strict=False))
+        arguments = dict(zip(self._parameter_names, args, strict=False)) | kwargs
         # The first argument is the hidden states; its name differs between models.
-        hidden_name = next(iter(positional), "hidden_states")
-        changed: dict[str, Any] = {}
-        for name, value in (positional | kwargs).items():
-            if name == hidden_name:
-                changed[name] = self._packed_hidden_states(layer, value)
-            elif name in PER_TOKEN:
-                changed[name] = self._packed_argument(value)
+        hidden_states = arguments.pop(self._parameter_names[0])
+        for name, value in arguments.items():
+            if name in PER_TOKEN:
+                arguments[name] = self._packed_argument(value)
             elif isinstance(value, Cache):
-                changed[name] = None  # not needed in training
-        args = tuple(changed.get(name, value) for name, value in positional.items())
-        kwargs = {name: changed.get(name, value) for name, value in kwargs.items()}
-        return args, kwargs
+                arguments[name] = None  # not needed in training
+        return self._packed_hidden_states(layer, hidden_states), arguments
 
     def _packed_hidden_states(self, layer: nn.Module, hidden_states: Tensor) -> Tensor:
         """Return a layer's hidden states for packing: packed before the first one, then unchanged.
@@ -302,8 +302,8 @@ class Packing(SpeedUp):
         """
         tokens = self._tokens
         if layer is self._layers[0] and hidden_states.shape[:2] == tokens.padded_shape:
-            return self._pack(hidden_states)
-        if hidden_states.shape[:2] != self._packed_shape:
+            return self._packer.pack(hidden_states)
+        if hidden_states.shape[:2] != self._packer.packed_shape:
             raise ConfigError(
                 f"packed layers received hidden states of shape {list(hidden_states.shape)} for "
                 f"tokens of shape {list(tokens.padded_shape)}: the model's control flow depends on "
@@ -317,20 +317,11 @@ class Packing(SpeedUp):
         Args:
             output: The hidden states, or a tuple that starts with them.
         """
-        unpack = self._tokens.unpack if self._rows is None else self._rows.unpack
+        unpack = self._packer.unpack
         if isinstance(output, Tensor):
             return unpack(output)
         hidden_states, *others = output
         return (unpack(hidden_states), *others)
-
-    def _pack(self, padded: Tensor) -> Tensor:
-        """Pack a padded tensor: its real tokens, or a row of them."""
-        return self._tokens.pack(padded) if self._rows is None else self._rows.pack(padded)
-
-    @property
-    def _packed_shape(self) -> tuple[int, int]:
-        """The first two sizes of packed tensors."""
-        return self._tokens.packed_shape if self._rows is None else (1, self._rows.length)
 
     def _packed_argument(self, value: Any) -> Any:
         """Pack a per-token argument of a layer, such as position ids.
@@ -348,7 +339,7 @@ class Packing(SpeedUp):
         for padded, packed in self._packed_arguments:
             if padded is value:
                 return packed
-        packed = self._pack(value)
+        packed = self._packer.pack(value)
         self._packed_arguments.append((value, packed))
         return packed
 
@@ -407,14 +398,7 @@ def find_layer_stack(model: nn.Module) -> nn.ModuleList | None:
     Lists within another one are skipped; the largest has the most parameters. None if there is
     none.
     """
-    stacks: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
-        is_list = isinstance(module, nn.ModuleList)
-        is_stack = is_list and len({type(layer) for layer in module}) == 1
-        is_inner = any(name.startswith(f"{outer_name}.") for outer_name in stacks)
-        if is_stack and not is_inner:
-            stacks[name] = module
-    return max(stacks.values(), key=_num_parameters, default=None)
+    return max(layer_lists(model), key=_num_parameters, default=None)
 
 
 def can_run_rows(model: nn.Module, compiled: Collection[nn.Module]) -> bool:
@@ -475,18 +459,11 @@ def padded_sides(mask: Tensor) -> set[str]:
     {'right'}
     """
     is_real = (mask != 0).numpy()
-    has_rise = (is_real[:, 1:] > is_real[:, :-1]).any(1)  # a token after padding
-    if not has_rise.any():
-        return set() if is_real.all() else {"right"}
-    has_fall = (is_real[:, 1:] < is_real[:, :-1]).any(1)  # padding after a token
-    sides = set()
-    if (has_fall & ~has_rise).any():
-        sides.add("right")
-    if (has_rise & ~has_fall).any():
-        sides.add("left")
-    if (has_fall & has_rise).any():
-        sides.add("inside")
-    return sides
+    rises = (is_real[:, 1:] > is_real[:, :-1]).any(1)  # a token after padding
+    falls = (is_real[:, 1:] < is_real[:, :-1]).any(1)  # padding after a token
+    sides = {(False, True): "right", (True, False): "left", (True, True): "inside"}
+    kinds = set(zip(rises.tolist(), falls.tolist(), strict=True))
+    return {sides[kind] for kind in kinds if any(kind)}
 
 
 def _tokens_to_pack(call: Call, min_padding_ratio: float) -> PackedTokens | None:

@@ -43,7 +43,7 @@ from hf_ga.model.precision import check_step
 from hf_ga.order.plan import plan_by_sizes
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, every_prepare_exact
-from hf_ga.parallel.processes import broadcast_from_main, gather_uneven
+from hf_ga.parallel.processes import call_on_main, gather_uneven
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer, last_complete_checkpoint
 from hf_ga.trainer.loss import WindowLoss, num_items_in
@@ -430,8 +430,7 @@ class ExactTrainerMixin:
             kwargs["resume_from_checkpoint"], *args = args
         resume_from = kwargs.get("resume_from_checkpoint")
         if resume_from is True or resume_from == "auto":
-            last = last_complete_checkpoint(self.args.output_dir)
-            last = broadcast_from_main(self.accelerator, last)
+            last = call_on_main(self.accelerator, last_complete_checkpoint, self.args.output_dir)
             # Of True without any checkpoint, Trainer complains.
             kwargs["resume_from_checkpoint"] = last or (resume_from is True)
         window_size.check_checkpoint(kwargs.get("resume_from_checkpoint"), self.args)
@@ -545,24 +544,17 @@ class ExactTrainerMixin:
             losses.append(super(ExactTrainerMixin, self).training_step(model, batch))
 
         gather = partial(gather_uneven, self.accelerator.gather)
-        with _hiding_accumulation(self), override(self.accelerator, gather=gather):
+        # So that neither Trainer nor a custom loss divides by the number of steps, nor multiplies by
+        # that of processes, or counts the items of all of them.
+        self.current_gradient_accumulation_steps = 1  # Trainer's loop sets it for each window
+        hidden = {"gradient_accumulation_steps": 1, "average_tokens_across_devices": False}
+        with override(self.args, **hidden), override(self.accelerator, gather=gather):
             window.train(index, step)
         return window.loss_to_log(losses[-1])
 
 
 class ExactTrainer(ExactTrainerMixin, Trainer):
     """`transformers.Trainer` with exact gradient accumulation: see `ExactTrainerMixin`."""
-
-
-@contextmanager
-def _hiding_accumulation(trainer: Trainer) -> Iterator[None]:
-    """Let an `ExactTrainer` see 1 gradient accumulation step in the block, so that neither Trainer
-    nor a custom loss divides the loss by the number of steps. Nor does Trainer multiply it by that
-    of processes, or count the items of all of them.
-    """
-    trainer.current_gradient_accumulation_steps = 1  # Trainer's loop sets it for each window
-    with override(trainer.args, gradient_accumulation_steps=1, average_tokens_across_devices=False):
-        yield
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from windows import one_window, window_gradient
 
 from hf_ga.errors import ConfigError, OutOfMemory
 from hf_ga.order.chunks import ChunkTree, TreeSum
-from hf_ga.parallel.same_bits import ALIGNMENT
+from hf_ga.parallel.backend import ALIGNMENT
 
 
 def sum_over(chunks: ChunkTree, values: np.ndarray) -> np.float32:

@@ -192,7 +192,7 @@ def test_masks_are_bit_for_bit_those_of_packed_tokens(backend):
             rows.begin(Call(empty, keys=draws.keys), tokens, None)
             for first_draw in (0, 5):
                 draws._micro_batch.num_draws = first_draw
-                rows._begin_layer(torch.nn.Identity(), (), {})
+                rows._begin_layer(torch.nn.Identity(), {})
                 dropped = drop(torch.ones(1, rows.length, 24), 0.3)
                 rows._end_layer()
                 site = DropoutSite("", draws.site_key(first_draw), torch.Size((4, 30, 24)), 0)

@@ -26,13 +26,13 @@ from hf_ga.check.causes.weights import (
 )
 from hf_ga.check.gradients import Gradients, gradient_norms, relative_error, total_norm
 from hf_ga.check.layouts import CheckedLayout
-from hf_ga.check.oracle.reference import plain_backward
+from hf_ga.check.reference import plain_backward
 from hf_ga.check.steps import CheckContext, StepFunction, device_of
 from hf_ga.check.verdict.rows import Cause, ReportRow
 from hf_ga.engine.look.recorder import widths_of
 from hf_ga.engine.whole.router import WindowRouter
 from hf_ga.loading.window import Window
-from hf_ga.parallel.processes import broadcast_from_main
+from hf_ga.parallel.processes import call_on_main
 
 # Maximum number of gradient elements, over all micro-batches, that a trial keeps in memory; of
 # larger models every `stride`-th element is compared.
@@ -72,7 +72,7 @@ def explain(
         if row.passed or has_raised or row.causes or kind in kinds:
             continue
         kinds.add(kind)
-        if context.has_batch_norm and row.refused is not None:
+        if context.has_batch_norm:
             row.causes = [BATCH_NORM]
         elif row.refused is None and row.share <= 1:
             text = (
@@ -100,8 +100,7 @@ def _causes_in(
     found_first = None
     for draws in trials:
         trial = Trial(context, layout, step, draws, refused)
-        result = trial.causes() if context.accelerator.is_main_process else None
-        found, is_explained = broadcast_from_main(context.accelerator, result)
+        found, is_explained = call_on_main(context.accelerator, trial.causes)
         if is_explained:
             return found
         found_first = found_first or found
@@ -268,8 +267,6 @@ class Trial:
         terms = self.terms
         if self.residual <= self.match_limit:
             return []
-        if context.has_batch_norm:
-            return [BATCH_NORM]
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
         evidence = f"residual {self.residual:.1e}"
         if context.settings.whole_batch is not None:

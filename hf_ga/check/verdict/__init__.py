@@ -1,5 +1,5 @@
 """From gradients to a report: tolerances, verdicts, rows and text.
 
-In: gradients of arms and of the oracle. Out: a report. Begin with judging.py; report.py prints,
+In: gradients of arms and the reference. Out: a report. Begin with judging.py; report.py prints,
 more_rows.py has two more rows of it.
 """

@@ -19,7 +19,7 @@ from hf_ga.check.gradients import (
     relative_errors,
     total_norm,
 )
-from hf_ga.check.oracle.reference import plain_backward
+from hf_ga.check.reference import plain_backward
 from hf_ga.check.steps import CheckContext
 from hf_ga.check.verdict.rows import Cause, ReportRow
 from hf_ga.errors import ConfigError, HfGaError, UnkeyedRandomness

@@ -148,12 +148,10 @@ class EquivalenceReport:
 
 def table_lines(rows: Sequence[ReportRow]) -> list[str]:
     """Format rows as a text table with aligned columns."""
-    headers = list(rows[0].cells())
-    table = [headers, *(list(row.cells().values()) for row in rows)]
+    table = [list(rows[0].cells()), *(list(row.cells().values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
+    table.insert(1, ["-" * width for width in widths])
+    return [
         "  ".join(text.ljust(width) for text, width in zip(cells, widths, strict=True)).rstrip()
         for cells in table
     ]
-    rule = "  ".join("-" * width for width in widths)
-    return [lines[0], rule, *lines[1:]]
