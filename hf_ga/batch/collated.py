@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_ga.errors import DataError
 from hf_ga.loading.batches import (
@@ -257,9 +256,6 @@ def concatenate_batches(
             taken from the first batch.
         padded_names: Names of the entries that may have different padded lengths. Labels are padded
             with -100, others with 0.
-
-    Raises:
-        DataError: If an entry's rows have different shapes.
     """
     result = dict(batches[0])
     for name in per_sample_names:
@@ -268,23 +264,15 @@ def concatenate_batches(
             filler = IGNORED_LABEL if name == LABELS else 0
             longest = max(value.shape[1] for value in values)
             values = [_pad(value, longest, filler) for value in values]
-        row_shapes = {shape_of(value)[1:] for value in values}
-        if len(row_shapes) > 1:
-            raise DataError(
-                f"the ranks' {name!r} have rows of different shapes ({sorted(row_shapes)}), so "
-                "they cannot be joined to one batch: pad all batches to the same shape in the "
-                "collate function."
-            )
         result[name] = concatenated(values)
     return result
 
 
 def _pad(value: Tensor, num_tokens: int, filler: int) -> Tensor:
     """Pad a tensor of shape (samples, tokens, ...) with `filler` on the right of its tokens."""
-    # F.pad wants the padding before and after of each dim, from the last one on.
-    of_other_dims = [0, 0] * (value.dim() - 2)
-    missing = num_tokens - value.shape[1]
-    return F.pad(value, [*of_other_dims, 0, missing], value=filler)
+    padded = value.new_full((len(value), num_tokens, *value.shape[2:]), filler)
+    padded[:, : value.shape[1]] = value
+    return padded
 
 
 def _check_is_flat_dict(batch: Any) -> None:

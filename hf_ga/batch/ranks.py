@@ -121,9 +121,6 @@ def agree_on_global_batch(
 def gather_batches(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
     """Gather the global batch of `hf_ga.backward` on every rank: the samples of all ranks, in the
     order of the ranks.
-
-    Raises:
-        DataError: If the ranks' tensors have different shapes, apart from padding.
     """
     gathered = backend.gather_objects((batch.num_samples, batch.batch, batch.token_entries))
     # A rank without samples may have no token entries.

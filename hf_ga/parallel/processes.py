@@ -160,16 +160,10 @@ def share_cores(accelerator: Accelerator) -> None:
     if accelerator.device.type != "cpu" or not is_launched:
         return
     num_processes = get_int_from_env(["LOCAL_WORLD_SIZE"], accelerator.num_processes)
-    torch.set_num_threads(max(1, _num_cores() // num_processes))
-
-
-def _num_cores() -> int:
-    """Return the number of CPU cores that this process may use, which the processes of a run on
-    this machine share; 1 if it is unknown.
-    """
+    num_cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        num_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, num_cores // num_processes))
 
 
 def gather_uneven(gather: Callable, values: Any) -> Any:

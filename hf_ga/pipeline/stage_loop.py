@@ -264,18 +264,10 @@ def max_hidden_shape(slots: list[Slot], hidden_size: int) -> tuple[int, int, int
     Returns:
         (maximum number of samples, maximum number of tokens, hidden size); zeros without
         micro-batches.
-
-    Raises:
-        ConfigError: If the batches have no `input_ids` of shape (samples, tokens).
     """
-    all_input_ids = [slot.micro_batch.batch.get("input_ids") for slot in slots]
-    if not all(isinstance(ids, Tensor) and ids.dim() == 2 for ids in all_input_ids):
-        raise ConfigError(
-            "a pipeline needs input_ids of shape (samples, tokens) in every batch: let the collate "
-            "function return them."
-        )
-    max_samples = max((ids.shape[0] for ids in all_input_ids), default=0)
-    max_tokens = max((ids.shape[1] for ids in all_input_ids), default=0)
+    shapes = [slot.micro_batch.batch["input_ids"].shape for slot in slots]
+    max_samples = max((num_samples for num_samples, _ in shapes), default=0)
+    max_tokens = max((num_tokens for _, num_tokens in shapes), default=0)
     return max_samples, max_tokens, hidden_size
 
 

@@ -4,7 +4,6 @@ position, so there is no random state to save.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,11 +50,6 @@ def begin_checkpoint(accelerator: Accelerator, output_dir: Path, step: int) -> P
             tidy(output_dir)
             new_partial(final)
     return final
-
-
-def drop_partial(final: Path) -> None:
-    """Delete an unfinished checkpoint, which may be what fills the disk."""
-    shutil.rmtree(partial_of(final), ignore_errors=True)
 
 
 def complete_checkpoint(final: Path, state: dict[str, Any], keep: int) -> None:

@@ -63,8 +63,7 @@ def newest(output_dir: Path) -> Path | None:
     """Return the checkpoint that `--resume_from_checkpoint auto` tries first, or None if the output
     folder has no checkpoint. Its files are not verified.
     """
-    checkpoints = _in_order_of_preference(output_dir)
-    return checkpoints[0] if checkpoints else None
+    return next(iter(_in_order_of_preference(output_dir)), None)
 
 
 def find_checkpoint(accelerator: Accelerator, output_dir: Path, name: str) -> Path | None:
@@ -133,10 +132,9 @@ def _in_order_of_preference(output_dir: Path) -> list[Path]:
     if latest_file.is_file():
         latest_name = latest_file.read_text(encoding="utf-8", errors="replace").strip()
 
-    def preference(checkpoint: Path) -> tuple[bool, int]:
-        """Sort key of a checkpoint to resume from: the one that the file `latest` names is the
-        largest; of the others, later steps are larger.
-        """
-        return checkpoint.name == latest_name, step_of(checkpoint)
-
-    return sorted(list_checkpoints(output_dir), key=preference, reverse=True)
+    # The one that the file `latest` names is the largest; of the others, later steps are larger.
+    return sorted(
+        list_checkpoints(output_dir),
+        key=lambda checkpoint: (checkpoint.name == latest_name, step_of(checkpoint)),
+        reverse=True,
+    )

@@ -7,6 +7,7 @@ has the one before.
 
 import copy
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.parallel.shards import named_state, write_shards
-from hf_ga.recovery.checkpoint import begin_checkpoint, complete_checkpoint, drop_partial
+from hf_ga.recovery.checkpoint import begin_checkpoint, complete_checkpoint
 from hf_ga.recovery.files import partial_of, writing
 from hf_ga.recovery.manifest import SHARDS
 
@@ -184,7 +185,8 @@ class CheckpointSaver:
         except BaseException as error:  # torch's CheckpointException is no Exception
             self._failure = error
             if self.accelerator.is_main_process:
-                drop_partial(final)
+                # The unfinished checkpoint may be what fills the disk.
+                shutil.rmtree(partial_of(final), ignore_errors=True)
 
     def _can_copy(self, tensors: dict[str, Any]) -> bool:
         """Whether a thread may write the tensors: all processes find them whole, and the memory is

@@ -398,7 +398,11 @@ def find_layer_stack(model: nn.Module) -> nn.ModuleList | None:
     Lists within another one are skipped; the largest has the most parameters. None if there is
     none.
     """
-    return max(layer_lists(model), key=_num_parameters, default=None)
+    return max(
+        layer_lists(model),
+        key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()),
+        default=None,
+    )
 
 
 def can_run_rows(model: nn.Module, compiled: Collection[nn.Module]) -> bool:
@@ -438,11 +442,6 @@ def user_hooks(of_modules: Iterable[Mapping[int, Callable]]) -> list[Callable]:
         for hook, owner in zip(hooks, owners, strict=True)
         if not owner.startswith(("torch.", "hf_ga."))
     ]
-
-
-def _num_parameters(module: nn.Module) -> int:
-    """Count the elements of all parameters of a module, to find the layers to pack."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def padded_sides(mask: Tensor) -> set[str]:

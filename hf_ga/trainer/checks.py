@@ -111,9 +111,8 @@ def check_trainer(trainer: Any, mixin: type) -> None:
     problems = [
         *_problems_of_arguments(trainer.args),
         *_problems_of_processes(trainer),
-        *_problems_of_loss(trainer),
         *_problems_of_overrides(trainer, mixin),
-        *_problems_of_data(trainer),
+        *_problems_of_loss_and_data(trainer),
     ]
     if problems:
         raise ConfigError("ExactTrainer cannot make this run exact: " + "; ".join(problems) + ".")
@@ -197,17 +196,6 @@ def _is_causal_lm(model: nn.Module) -> bool:
     return bool(class_names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 
 
-def _problems_of_loss(trainer: Any) -> Iterator[str]:
-    """Yield a message if an `ExactTrainer` sets `whole_batch` together with `loss_sums` or TRL's
-    preference pairs, which have losses of their own.
-    """
-    if trainer.whole_batch and (trainer.loss_sums or has_pairs(trainer.data_collator)):
-        yield (
-            "whole_batch is for a loss that compute_loss computes from the outputs of samples: "
-            "leave loss_sums out, and do not train on TRL's preference pairs"
-        )
-
-
 def _problems_of_overrides(trainer: Any, mixin: type) -> Iterator[str]:
     """Yield a message for each class of a trainer, but the mixin, that overrides a method by which
     ExactTrainer controls the order and the batches.
@@ -221,10 +209,16 @@ def _problems_of_overrides(trainer: Any, mixin: type) -> Iterator[str]:
                 )
 
 
-def _problems_of_data(trainer: Any) -> Iterator[str]:
-    """Yield a message if the dataset of an `ExactTrainer` has no fixed order of samples
-    (streaming), and another one if its batches join several samples into one row (padding-free).
+def _problems_of_loss_and_data(trainer: Any) -> Iterator[str]:
+    """Yield a message if `whole_batch` comes together with `loss_sums` or TRL's preference pairs,
+    which have losses of their own; if the dataset has no fixed order of samples (streaming); and if
+    batches join several samples into one row (padding-free).
     """
+    if trainer.whole_batch and (trainer.loss_sums or has_pairs(trainer.data_collator)):
+        yield (
+            "whole_batch is for a loss that compute_loss computes from the outputs of samples: "
+            "leave loss_sums out, and do not train on TRL's preference pairs"
+        )
     if isinstance(trainer.train_dataset, IterableDataset):
         yield "a streaming train_dataset has no fixed order: load it without streaming"
     if getattr(trainer, "padding_free", False):  # an attribute of TRL's trainers

@@ -544,8 +544,8 @@ class ExactTrainerMixin:
             losses.append(super(ExactTrainerMixin, self).training_step(model, batch))
 
         gather = partial(gather_uneven, self.accelerator.gather)
-        # So that neither Trainer nor a custom loss divides by the number of steps, nor multiplies by
-        # that of processes, or counts the items of all of them.
+        # So that neither Trainer nor a custom loss divides by the number of steps, or multiplies by
+        # that of processes and counts the items of all of them.
         self.current_gradient_accumulation_steps = 1  # Trainer's loop sets it for each window
         hidden = {"gradient_accumulation_steps": 1, "average_tokens_across_devices": False}
         with override(self.args, **hidden), override(self.accelerator, gather=gather):

@@ -9,6 +9,7 @@ other, where their dropout masks are keyed by sample; the trainer's loss gets th
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_ga.model.forward import Batch
@@ -79,18 +80,17 @@ def forward_of_pairs(model: nn.Module, **batch: Any) -> Any:
         The model's outputs, changed in place: the rows in the order of the arguments.
     """
     num_rows = len(batch["input_ids"])
+    order = torch.arange(num_rows).view(2, -1).mT.flatten()  # the rows of a pair together
 
-    def reordered(values: Mapping, shape: tuple[int, int]) -> dict[str, Any]:
-        """Split dim 0 of the tensors with a row for each row of the batch into `shape`, swap the
-        dims, and merge them: (2, -1) moves the rows of a pair next to each other, (-1, 2) back.
-        """
-        tensors = {}
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.dim() and len(value) == num_rows:
-                tensors[name] = value.unflatten(0, shape).transpose(0, 1).flatten(0, 1)
-        return tensors
+    def in_order(values: Mapping, order: Tensor) -> dict[str, Any]:
+        """Return the tensors with a row for each row of the batch, with their rows in an order."""
+        return {
+            name: value[order]
+            for name, value in values.items()
+            if isinstance(value, Tensor) and value.dim() and len(value) == num_rows
+        }
 
-    outputs = model(**{**batch, **reordered(batch, (2, -1))})
-    for name, value in reordered(outputs, (-1, 2)).items():
+    outputs = model(**{**batch, **in_order(batch, order)})
+    for name, value in in_order(outputs, order.argsort()).items():
         outputs[name] = value
     return outputs

@@ -347,7 +347,7 @@ def evaluate(pipeline: hf_ga.Pipeline, window: hf_ga.Window) -> None:
 
 
 OTHERWISE_ON_ONE_RANK = {
-    drop_input_ids: "ConfigError: a pipeline needs input_ids",
+    drop_input_ids: "KeyError: 'input_ids'",
     change_a_label: "ConfigError: the stages of a pipeline have different batches",
     widen_a_batch: "ConfigError: the stages of a pipeline have different batches",
     evaluate: "ConfigError: the model is in evaluation mode",

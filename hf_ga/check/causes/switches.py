@@ -34,8 +34,8 @@ class ConstantDraws(KeyedDraws):
         super().__init__(allow_unkeyed=True)
         # The last argument is the rate of dropout.
         self.attend = lambda *arguments: dropped_attention(*arguments[:-1], 0.0)
-        key = torch.zeros(1, dtype=torch.int64, device=device)
-        self.begin(key, key)
+        self._key = torch.zeros(1, dtype=torch.int64, device=device)
+        self.begin(self._key, self._key)
 
     def draw(
         self, function: str, shape: torch.Size, device: torch.device, *args: Any, **kwargs: Any
@@ -43,8 +43,7 @@ class ConstantDraws(KeyedDraws):
         """Return a draw of the same numbers."""
         if len(shape) and function not in self.places:
             self.places[function] = user_code()
-        key = torch.zeros(1, dtype=torch.int64, device=device)
-        return _ConstantDraw(key, 0, torch.Size(shape), None)
+        return _ConstantDraw(self._key, 0, torch.Size(shape), None)
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
         """Return the input, as in evaluation mode."""
