@@ -43,8 +43,7 @@ class TokenEntries:
         """Return the padded length that this group's entries have in a collated batch: their size
         in dim 1.
         """
-        first_entry = batch[self.names[0]]
-        return first_entry.shape[1]
+        return batch[self.names[0]].shape[1]
 
     def lengths(self, batch: Batch) -> np.ndarray:
         """Return the length of each sample of a collated batch without the padding on its right, at

@@ -156,8 +156,7 @@ def share_cores(accelerator: Accelerator) -> None:
     each process a single thread.
     """
     # Only `accelerate launch` sets this variable.
-    is_launched = "ACCELERATE_MIXED_PRECISION" in os.environ
-    if accelerator.device.type != "cpu" or not is_launched:
+    if accelerator.device.type != "cpu" or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return
     num_processes = get_int_from_env(["LOCAL_WORLD_SIZE"], accelerator.num_processes)
     num_cores = os.cpu_count() or 1

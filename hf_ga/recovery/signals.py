@@ -61,9 +61,10 @@ def _replaceable_handlers() -> dict[int, Any]:
     """
     numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
-    not_replaceable = (signal.SIG_IGN, None)
     return {
-        number: handler for number, handler in handlers.items() if handler not in not_replaceable
+        number: handler
+        for number, handler in handlers.items()
+        if handler not in (signal.SIG_IGN, None)
     }
 
 
