@@ -64,7 +64,7 @@ PARTS = {
         # because it warns if there are several.
         "-m pytest -n 4 --dist load -q --tb=short -p no:cacheprovider -p no:benchmark "
         "tests/draws/test_mask_kernel.py tests/rows/test_attention_kernel.py "
-        "tests/rows/test_packed_attention.py",
+        "tests/rows/test_packed_attention.py tests/rows/test_varlen_attention.py",
         100,
         "a CPU's tests run them in Triton's interpreter",
     ),

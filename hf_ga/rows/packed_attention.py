@@ -1,4 +1,5 @@
-"""Attention of packed tokens without padding, by the Triton kernels of `attention_kernel.py`.
+"""Attention of packed tokens without padding, by the Triton kernels of `attention_kernel.py` or by
+torch (`varlen_attention.py`).
 
 transformers' function of `sdpa` describes what it computes by its arguments and a mask for padded
 samples. If these are understood, and the mask hides only padding, later tokens and tokens
@@ -23,6 +24,7 @@ from hf_ga.draws.dropout.dropout_site import DropoutSite
 from hf_ga.draws.hashing import signed
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.rows.options import MAX_HEAD_DIM, AttentionOptions
+from hf_ga.rows.varlen_attention import kernel_for
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_OFFSET = 2**31  # elements between the first and the last token of a sample: int32 in the kernel
@@ -157,12 +159,11 @@ class PackedAttention:
                 return None
             self._dropout.skip_draw()  # the kernel draws the mask
             seeds = self._samples.keys ^ signed(site.key)
-        from hf_ga.rows.attention_kernel import Attention  # here: it needs Triton
-
         self.num_calls += 1
         samples = self._samples
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
-        output = Attention.apply(*tokens, samples.cu_seqlens, samples.max_length, seeds, computed)
+        kernel = kernel_for(*tokens[:2], samples.max_length, computed)
+        output = kernel.apply(*tokens, samples.cu_seqlens, samples.max_length, seeds, computed)
         return output.unsqueeze(0)
 
     def _dropout_site(self, drop_probability: float, num_heads: int) -> DropoutSite | None:

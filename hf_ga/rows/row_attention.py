@@ -26,6 +26,7 @@ from hf_ga.rows.packed_attention import (
     are_supported,
 )
 from hf_ga.rows.packed_tokens import PackedTokens
+from hf_ga.rows.varlen_attention import direct_context, kernel_for
 
 # Operators take tensors and numbers only: those of a call begin with the id of its object.
 _ATTENTIONS: WeakValueDictionary[int, "RowAttention"] = WeakValueDictionary()
@@ -145,14 +146,12 @@ class RowAttention:
         Returns:
             (output, context for the backward).
         """
-        from hf_ga.rows.attention_kernel import Attention  # here: it needs Triton
-
         seeds = self._keys ^ signed(self._draws.site_key(call.draw))
         packed = [x[0].transpose(0, 1)[: len(self._tokens.index)] for x in inputs]
-        context = _direct_context()
-        context.kernel = Attention
+        context = direct_context()
         samples = self._samples
-        output = Attention.forward(
+        context.kernel = kernel_for(*packed[:2], samples.max_length, options)
+        output = context.kernel.forward(
             context, *packed, samples.cu_seqlens, samples.max_length, seeds, options
         )
         return output, context
@@ -188,7 +187,7 @@ class RowAttention:
         elif options.is_causal:
             bias = torch.full((width, width), -torch.inf, dtype=query.dtype, device=query.device)
             bias = bias.triu_(1)
-        context = _direct_context()
+        context = direct_context()
         output = DroppedAttention.forward(
             context, query, key, value, kept, bias, options.scale, options.drop_probability
         )
@@ -221,13 +220,6 @@ class RowAttention:
     def _filled(self, packed: Tensor) -> Tensor:
         """Return real tokens as a row, shape (1, length, heads, dim), with zeros in its tail."""
         return F.pad(packed, (0, 0, 0, 0, 0, self._length - len(packed)))[None]
-
-
-def _direct_context() -> SimpleNamespace:
-    """Return what stands for the context of an autograd function that is called directly."""
-    context = SimpleNamespace(needs_input_grad=[False] * 7)
-    context.save_for_backward = lambda *saved: setattr(context, "saved_tensors", saved)
-    return context
 
 
 def _resolved(

@@ -218,10 +218,15 @@ def profile(setting: Setting) -> Section:
 def attention(setting: Setting) -> Section:
     """Benchmark causal attention alone, forward and backward, on a GPU: hf_ga's kernels on packed
     samples with keyed dropout, and torch's `scaled_dot_product_attention` on padded samples with
-    its own dropout. The heads are those of the setting's model.
+    its own dropout; without dropout, also torch's kernels on packed samples, with a deterministic
+    backward. The heads are those of the setting's model.
     """
     if setting.device == "cpu":
         return Section("Attention alone: needs a GPU", ["attention"], [])
+    # Imported lazily, because it needs Triton.
+    from hf_ga.rows.attention_kernel import Attention
+    from hf_ga.rows.varlen_attention import VarlenAttention
+
     num_heads = setting.shape.heads
     head_dim = setting.shape.width // num_heads
     rows = []
@@ -238,9 +243,13 @@ def attention(setting: Setting) -> Section:
         operations = 14 * head_dim * num_heads * float((lengths**2).sum()) / 2
         for dropout_p in (0.0, 0.1):
             arms = {
-                "packed, keyed": partial(_packed_attention, packed, lengths, dropout_p),
+                "packed, keyed": partial(_packed_attention, Attention, packed, lengths, dropout_p),
                 "padded, torch": partial(_padded_attention, padded, dropout_p),
             }
+            if dropout_p == 0:
+                arms["packed, torch"] = partial(
+                    _packed_attention, VarlenAttention, packed, lengths, dropout_p
+                )
             for name, function in arms.items():
                 function()
                 torch.cuda.reset_peak_memory_stats()
@@ -253,17 +262,16 @@ def attention(setting: Setting) -> Section:
     return Section(f"Attention alone, {num_heads} heads of {head_dim}, bf16", header, rows)
 
 
-def _packed_attention(packed: Tensor, lengths: np.ndarray, dropout_p: float) -> None:
+def _packed_attention(
+    kernel: type[torch.autograd.Function], packed: Tensor, lengths: np.ndarray, dropout_p: float
+) -> None:
     """Run forward and backward of attention of packed samples; `packed` has the queries, keys and
     values, shape (tokens, 3, heads, head_dim).
     """
-    # Imported lazily, because it needs Triton.
-    from hf_ga.rows.attention_kernel import Attention
-
     ends = np.cumsum(lengths)
     offsets = torch.tensor([0, *ends], dtype=torch.int32).to("cuda")
     query, key, value = packed.unbind(1)
-    output = Attention.apply(
+    output = kernel.apply(
         query,
         key,
         value,
