@@ -75,7 +75,7 @@ def test_the_library_works_without_them():
         "import not_installed; not_installed.hide(); import runpy; runpy.run_module('light_smoke', run_name='__main__')"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("train_step", "ExactTrainer", "check_equivalence: passed"):
+    for name in ("train_step", "ExactTrainer", "check_equivalence: passed", "no plot in report"):
         assert name in done.stdout, done.stdout
 
 
@@ -129,6 +129,7 @@ def test_the_library_imports_only_what_it_requires():
     allowed = {*sys.stdlib_module_names, "accelerate", "filelock", "hf_ga", "numpy", "safetensors"}
     allowed |= {"psutil", "torch", "tqdm", "transformers"}
     optional = {  # where they are used, the user has imported the package, or gets MissingPackage
+        "hf_ga/check/verdict/report.py": {"matplotlib"},
         "hf_ga/loading/lengths.py": {"datasets", "pyarrow"},
         "hf_ga/draws/dropout/mask_kernel.py": {"triton"},
         "hf_ga/rows/attention_kernel.py": {"triton"},

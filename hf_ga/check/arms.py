@@ -1,7 +1,7 @@
-"""Ready-made arms (training steps under test) for `check_equivalence`: transformers' Trainer and a
-raw Accelerate loop.
+"""Ready-made arms (training steps under test) for `check_equivalence`: transformers' Trainer, a raw
+Accelerate loop, and `hf_ga.backward`.
 
-They run the library's own code on the micro-batches of the window, on several processes
+The first two run the library's own code on the micro-batches of the window, on several processes
 too, under DDP or FSDP; this file reimplements none of it. They run bf16 natively; under fp16 they
 compute in float32.
 
@@ -16,13 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from hf_ga.batch.call import backward
 from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.check.steps import StepFunction, device_of
+from hf_ga.errors import ConfigError
 from hf_ga.model.forward import head_loss
 from hf_ga.parallel.backend import keep_process_group_alive
 from hf_ga.parallel.prepare import enable_fsdp_on_cpu
@@ -132,6 +134,42 @@ def accelerate_arm(**arguments: Any) -> StepFunction:
             with accelerator.accumulate(prepared):
                 accelerator.backward(head_loss(prepared(**batch)))
         return None, _take_from_prepared(prepared)
+
+    return step
+
+
+def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
+    """Make a step function for `check_equivalence` that calls `hf_ga.backward` once for the window,
+    which must be one collated batch.
+
+    Args:
+        micro_batch_size: Samples in one forward.
+        arguments: Passed to `hf_ga.backward`, such as `loss_fn`.
+
+    Returns:
+        The step function, which returns the window's mean loss and leaves the gradient in `.grad`.
+
+    Raises:
+        ConfigError: In the check, if a layout has more than one micro-batch, or under fp16, which
+            needs the accelerator of a loop.
+
+    Example:
+        steps = {"hf_ga.backward": backward_arm(4)}
+        check_equivalence(model, samples, collate_fn, {"one batch": [len(samples)]}, steps)
+    """
+
+    def step(model: nn.Module, micro_batches: MicroBatches, precision: str) -> Tensor:
+        """Call `hf_ga.backward` on the only batch of the window, and return the loss."""
+        if len(micro_batches) > 1 or precision == "fp16":
+            raise ConfigError(
+                "hf_ga.backward takes one batch, in fp32 or bf16: check it with "
+                'layouts={"one batch": [number of samples]}.'
+            )
+        device = device_of(model).type
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+            return backward(
+                model, micro_batches[0], micro_batch_size=micro_batch_size, seed=0, **arguments
+            )
 
     return step
 

@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import re
 
 import helpers
 import pytest
@@ -78,11 +79,24 @@ def test_the_dict_is_json_and_holds_every_figure(report, saved):
     assert read["settings"]["precision"] == "fp32"
 
 
-def test_the_page_is_the_text(report, saved):
+def test_the_page_stands_alone_and_the_notebooks_fragment_is_no_page(report, saved):
     page = (saved / "report.html").read_text()
+    fragment = report._repr_html_()
+    for text in (page, fragment):
+        assert text.count("<img") == 1
+        assert "<script" not in text
+        assert not re.search(r"https?://", text)
+        assert all(
+            source.startswith("data:image/png;base64,")
+            for source in re.findall(r'(?:src|href)="?([^">]*)', text)
+        )
+        assert all(text.count(f"<{tag}") == text.count(f"</{tag}>") for tag in ("pre", "div"))
     assert html.escape(str(report)) in page
     assert "a &lt;loop&gt;" in page
     assert "<loop>" not in page
+    assert "color-scheme" in page
+    assert "background: white" in page
+    assert "<html" not in fragment
 
 
 def test_a_refusal_is_the_verdict():
@@ -102,7 +116,10 @@ def test_a_refusal_is_the_verdict():
     assert refused.to_dict()["max_error"] is None
     assert refused.verdict(OURS) == "refused: no <rule> fits"
     assert refused.reasons(OURS) == ["BatchNorm: it mixes (even; error 1e-1)"]
-    assert "no <rule> fits" in str(refused)
+    text = refused._repr_html_()
+    assert "refused" in str(refused)
+    assert "no &lt;rule&gt; fits" in text
+    assert "<img" not in text  # there is nothing to plot
 
 
 @pytest.fixture(scope="module")

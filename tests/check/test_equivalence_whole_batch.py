@@ -4,7 +4,8 @@ import helpers as h
 import pairs
 import pytest
 
-from hf_ga import ConfigError, backward, check_equivalence
+from hf_ga import ConfigError, check_equivalence
+from hf_ga.check.arms import backward_arm
 
 
 def contrast(outputs, batch):
@@ -38,16 +39,9 @@ def test_contrastive_loss(precision, layouts):
     assert not any(row.passed for row in others)
 
 
-def one_call(micro_batch_size):
-    def step(model, micro_batches):
-        return backward(model, *micro_batches, micro_batch_size=micro_batch_size, seed=0)
-
-    return step
-
-
 def check_of_one_call(layouts, sizes=(5,), **more):
     """What an arm of `hf_ga.backward` for each size of micro-batches got."""
-    steps = {f"by {size}": one_call(size) for size in sizes}
+    steps = {f"by {size}": backward_arm(size) for size in sizes}
     samples = h.token_samples(16)
     report = check_equivalence(h.gpt2(0.1), samples, h.pad_right, layouts, steps, **more)
     return [row for arm in steps for row in report.arm(arm).rows]
@@ -61,6 +55,8 @@ def test_one_call_for_a_batch():
     assert all(row.passed for row in rows), rows
     (with_another_seed,) = check_of_one_call(one_batch, seed=1)
     assert not with_another_seed.passed
+    (of_two_batches,) = check_of_one_call({"two": [8, 8]})
+    assert "takes one batch" in of_two_batches.refused
 
 
 def test_a_parameter_outside_of_the_copy_is_refused():

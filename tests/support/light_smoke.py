@@ -127,8 +127,12 @@ def check():
     assert report.passed, report
     with tempfile.TemporaryDirectory() as folder:
         report.save(folder)
-        assert "passed" in (Path(folder) / "report.html").read_text()
-    print(f"check_equivalence: {report.verdict('hf_ga')}")
+        page = (Path(folder) / "report.html").read_text()
+    plot = "plot" if "<img" in page else "no plot"
+    assert ('needs matplotlib: pip install "hf_ga[finetune]"' in page.replace("&quot;", '"')) == (
+        plot == "no plot"
+    )
+    print(f"check_equivalence: {report.verdict('hf_ga')}; {plot} in report.html")
 
 
 def refused(name):
