@@ -6,6 +6,7 @@ dropout is integer arithmetic inside of the graph, with the bits of `masks.keep_
 an operator that the compiler calls (`row_attention.py`).
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -62,6 +63,7 @@ class CompiledRows:
         self._attention = RowAttention(draws, kernels)
         self._is_eager = False  # because the layers cannot be compiled
         self._compiled: dict[nn.Module, Callable] = {}
+        self._known_lengths: set[int] = set()  # of rows that were compiled
         self._of: Call | None = None  # the micro-batch
         # (first draw of a layer, its key) -> the keys of the layer's draws.
         self._tensor_of: dict[tuple[int, int], Tensor] = {}
@@ -171,14 +173,20 @@ class CompiledRows:
             self._compiled[layer] = torch.compile(
                 original, dynamic=False, fullgraph=True, **options
             )
+        start = time.perf_counter()
         try:
-            return self._compiled[layer](hidden, **arguments)
+            output = self._compiled[layer](hidden, **arguments)
         except TorchDynamoException as failure:
             self._is_eager = True
             self._next_draw = 0
             reason = str(failure).splitlines()[0]
             logger.warning(f"hf_ga: the layers are not compiled: {reason}")
             return original(hidden, **arguments)
+        if self.length not in self._known_lengths:  # its first call compiles
+            self._known_lengths.add(self.length)
+            seconds = time.perf_counter() - start
+            logger.info(f"hf_ga: compiled for rows of {self.length} tokens in {seconds:.0f} s.")
+        return output
 
     def _begin_layer(self, layer: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin a layer, and return its arguments without the mask of padded samples, of which the
