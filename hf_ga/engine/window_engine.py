@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -411,10 +410,7 @@ class WindowEngine:
         self.backend.begin_micro_batch()
         keys = sample_keys(request.seed, request.epoch, slot.micro_batch.positions)
         key_of_window = window_key(request.seed, request.epoch, request.index)
-        keys, key_of_window = send_to_device(
-            (keys, key_of_window), self.backend.device, non_blocking=True
-        )
-        self.draws.begin(keys, key_of_window)
+        self.draws.begin(keys, key_of_window, self.backend.device)
         self.draw_check.begin()
         with ExitStack() as stack:
             if not slot.is_counted:
