@@ -150,9 +150,7 @@ class KeyedDraws:
         # Where the draws stood when a state of torch's generator was saved.
         self._saved = WeakTensorKeyDictionary()
 
-    def begin(
-        self, keys: Tensor, window_key: Tensor, device: torch.device | None = None
-    ) -> None:
+    def begin(self, keys: Tensor, window_key: Tensor, device: torch.device | None = None) -> None:
         """Begin a micro-batch: the next draw has the number `first_draw`.
 
         Args:

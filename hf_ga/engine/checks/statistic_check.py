@@ -10,7 +10,7 @@ micro-batches.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,9 @@ ROUNDINGS = {"sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc"}
 STEPS = COMPARISONS | ROUNDINGS | {"relu", "leaky_relu", "hardtanh", "threshold", "abs", "l1_loss"}
 # Functions that choose between their arguments: steps where one of them is a statistic.
 LIMITS = {"clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "max", "min"}
-# Functions that put rows in another order, or take some of them.
+# Functions that take some rows of all, by their size.
+CHOICES = {"topk", "kthvalue"}
+# Functions that put rows in another order.
 ORDERS = {"sort", "argsort", "msort"}
 INDEXING = {"__getitem__", "index_select", "gather", "take", "masked_select"}
 # Functions whose result has the shape or the type of a tensor, but none of its values.
@@ -78,28 +80,30 @@ class Origin:
 
 
 class StatisticCheck:
-    """Watches what a loop computes in one micro-batch, between its forwards and its backward."""
+    """Watches what a loop computes in one micro-batch, between its forwards and its backward.
+
+    Attributes:
+        is_on: Whether it does in the current one.
+    """
 
     def __init__(self) -> None:
         """Start switched off."""
-        self._is_on = False
+        self.is_on = False
         self._num_samples = 0
         self._inputs: list[Tensor] = []  # with a row for each sample
         self._watched: list[weakref.ref[Tensor]] = []
+        self._eager = ExitStack()
         self._steps_at: dict[Node, frozenset[Step]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch in the block. Compiled functions of the loop run eagerly: they do not take watched
-        tensors.
-        """
-        self._is_on = True
+        """Watch in the block, from the first output of a model on."""
+        self.is_on = True
         try:
-            with force_eager():
-                yield
+            yield
         finally:
             self.stop()
-            self._is_on = False
+            self.is_on = False
             self._inputs = []
             self._steps_at = {}
 
@@ -110,17 +114,21 @@ class StatisticCheck:
             if tensor is not None:
                 _make_plain(tensor)
         self._watched = []
+        self._eager.close()
 
     def note_batch(self, batch: Any, num_samples: int) -> None:
         """Note a batch that the loop has."""
-        if self._is_on:
+        if self.is_on:
             self._num_samples = num_samples
             tensors = named_tensors(batch).values()
             self._inputs += [t for t in tensors if t.dim() and len(t) == num_samples]
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Watch outputs of models or of their layers, and the batch."""
-        if self._is_on:
+        """Watch outputs of models or of their layers, and the batch. Compiled functions run eagerly
+        from now on: they do not take watched tensors.
+        """
+        if self.is_on:
+            self._eager.enter_context(force_eager())
             for tensor in (*self._inputs, *outputs):
                 self._mark(tensor, Origin(self))
 
@@ -156,13 +164,14 @@ class StatisticCheck:
             numbers = given.union(*(origin.numbers for origin in origins))
         steps = frozenset[Step]().union(*(origin.steps for origin in origins))
         is_step = (is_mixed and name in STEPS) or (is_compared and name in LIMITS)
-        if is_step or (name == "topk" and values[0].dim() == 1):
+        is_row = self._num_samples != 1 and _is_one_row(values[0])
+        if is_step or (name in CHOICES and is_row):
             steps |= {Step(name, numbers, is_mixed=True)}
         elif name == "__getitem__" and _is_part_of_order(values[0], results[0]):
             steps |= {Step(origins[0].order, numbers, is_mixed=True)}
         elif numbers and name in STEPS | LIMITS:
             steps |= {Step(name, numbers, is_mixed=False)}
-        order = name if name in ORDERS and values[0].dim() == 1 else None
+        order = name if name in ORDERS and is_row else None
         origin = Origin(self, is_mixed=is_mixed, order=order, numbers=numbers, steps=steps)
         for result in results:
             if steps and result.grad_fn is not None:
@@ -245,6 +254,11 @@ def _takes_one_row(tensor: Tensor, index: Any) -> bool:
     if isinstance(first, slice):
         return len(tensor) > 1 and len(range(*first.indices(len(tensor)))) == 1
     return isinstance(first, int) and not isinstance(first, bool)
+
+
+def _is_one_row(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor are in one dim, as one number for each sample is."""
+    return tensor.dim() > 0 and tensor.numel() == max(tensor.shape)
 
 
 def _is_part_of_order(tensor: WatchedTensor, part: Tensor) -> bool:
