@@ -137,9 +137,11 @@ class TrainingLoop:
 
     # Models
 
-    def add_model(self, prepared: nn.Module) -> None:
-        """Register a model that `accelerator.prepare` returns."""
-        self._prepared_models[innermost(prepared)] = prepared
+    def add_model(self, model: nn.Module, prepared: nn.Module) -> None:
+        """Register a model of the user, and what `accelerator.prepare` returns, which
+        may be another one (of compiled regions).
+        """
+        self._prepared_models[innermost(model)] = prepared
 
     def training_models(self) -> list[nn.Module]:
         """Return the prepared models that are in training mode and have trainable parameters."""

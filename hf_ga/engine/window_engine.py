@@ -438,7 +438,7 @@ class WindowEngine:
                 stack.callback(lambda: self._weight_check.note_buffers(self._state_check.kept))
                 stack.enter_context(watching)
             if self._watches_statistics(slot):
-                stack.enter_context(self._recorder.statistics.watching())
+                stack.enter_context(self._recorder.statistics.watching(is_compiled=self._is_traced))
             stack.enter_context(without_cudnn_attention())
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))

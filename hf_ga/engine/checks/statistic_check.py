@@ -10,13 +10,14 @@ micro-batches.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.compiler import is_compiling
 
 from hf_ga.model.forward import force_eager
 from hf_ga.model.outputs import named_tensors
@@ -96,11 +97,16 @@ class StatisticCheck:
         self._steps_at: dict[Node, frozenset[Step]] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch in the block, from the first output of a model on."""
+    def watching(self, *, is_compiled: bool) -> Iterator[None]:
+        """Watch in the block, from the first output of a model on.
+
+        Args:
+            is_compiled: Whether models are compiled. If not, functions that call them run eagerly.
+        """
         self.is_on = True
         try:
-            yield
+            with nullcontext() if is_compiled else force_eager():
+                yield
         finally:
             self.stop()
             self.is_on = False
@@ -109,6 +115,8 @@ class StatisticCheck:
 
     def stop(self) -> None:
         """Watch no longer, up to the next output: all watched tensors are plain ones again."""
+        if not self._watched:  # also where torch.compile traces this
+            return
         for reference in self._watched:
             tensor = reference()
             if tensor is not None:
@@ -127,7 +135,7 @@ class StatisticCheck:
         """Watch outputs of models or of their layers, and the batch. Compiled functions run eagerly
         from now on: they do not take watched tensors.
         """
-        if self.is_on:
+        if not is_compiling() and self.is_on:
             self._eager.enter_context(force_eager())
             for tensor in (*self._inputs, *outputs):
                 self._mark(tensor, Origin(self))
