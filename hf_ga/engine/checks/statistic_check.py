@@ -172,7 +172,7 @@ class StatisticCheck:
             numbers = given.union(*(origin.numbers for origin in origins))
         steps = frozenset[Step]().union(*(origin.steps for origin in origins))
         is_step = (is_mixed and name in STEPS) or (is_compared and name in LIMITS)
-        is_row = self._num_samples != 1 and _is_one_row(values[0])
+        is_row = self._num_samples != 1 and self._is_one_row(values[0])
         if is_step or (name in CHOICES and is_row):
             steps |= {Step(name, numbers, is_mixed=True)}
         elif name == "__getitem__" and _is_part_of_order(values[0], results[0]):
@@ -189,6 +189,11 @@ class StatisticCheck:
             self._mark(
                 result, replace(origin, is_statistic=is_statistic, is_mixed=is_mixed or is_rank)
             )
+
+    def _is_one_row(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a row, or a column, of numbers of several samples."""
+        is_column = tensor.numel() == self._num_samples and self._num_samples in tensor.shape
+        return tensor.dim() == 1 or is_column
 
     def _is_statistic(self, name: str, values: Sequence[Tensor], result: Tensor) -> bool:
         """Whether a result is one number of several samples, and not one that was taken of them."""
@@ -262,11 +267,6 @@ def _takes_one_row(tensor: Tensor, index: Any) -> bool:
     if isinstance(first, slice):
         return len(tensor) > 1 and len(range(*first.indices(len(tensor)))) == 1
     return isinstance(first, int) and not isinstance(first, bool)
-
-
-def _is_one_row(tensor: Tensor) -> bool:
-    """Whether all numbers of a tensor are in one dim, as one number for each sample is."""
-    return tensor.dim() > 0 and tensor.numel() == max(tensor.shape)
 
 
 def _is_part_of_order(tensor: WatchedTensor, part: Tensor) -> bool:
