@@ -19,7 +19,7 @@ from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
 from hf_ga.finetuning.data.encoding.choices import encode_choices
 from hf_ga.finetuning.data.encoding.labels import encode_labels
-from hf_ga.finetuning.data.encoding.masking import KeyedMasks, mask_tokens
+from hf_ga.finetuning.data.encoding.masking import MaskedSamples
 from hf_ga.finetuning.data.encoding.numeric import RULES, encode_numbers
 from hf_ga.finetuning.data.encoding.spans import encode_answers
 from hf_ga.finetuning.data.encoding.tokenization import (
@@ -95,34 +95,28 @@ class PreparedData:
     def collate(self) -> partial:
         """The collate function of the task with all its settings: samples -> keyword arguments of
         the model.
-
-        Raises:
-            ConfigError: If the task is masked-lm and the tokenizer has no mask token.
         """
         settings: dict[str, Any] = {"pad_token_id": self.tokenizer.pad_token_id}
         if self.task.labels == "classes":
             settings["num_labels"] = len(self.labels)
-        if self.task.pipeline == "fill-mask":
-            if self.tokenizer.mask_token_id is None:
-                raise ConfigError(
-                    "masked-lm needs a tokenizer with a mask token, but this one has none: use a "
-                    "BERT-like model."
-                )
-            settings["mask"] = partial(
-                mask_tokens,
-                special_ids=self.tokenizer.all_special_ids,
-                mask_token_id=self.tokenizer.mask_token_id,
-                vocab_size=len(self.tokenizer),
-                probability=self.options.mlm_probability,
-            )
         return partial(self.task.collate, **settings)
 
     def samples(self, split: str) -> Any:
         """Return the samples of a split for a `WindowLoader`: only the columns that the loss
-        depends on, and for a masked LM with a `mask_key` for each sample.
+        depends on. Those of a masked LM are masked.
+
+        Raises:
+            ConfigError: If the task is masked-lm and the tokenizer has no mask token.
         """
         dataset = _select_loss_columns(self.splits[split])
-        return KeyedMasks(dataset) if self.task.pipeline == "fill-mask" else dataset
+        if self.task.pipeline != "fill-mask":
+            return dataset
+        if self.tokenizer.mask_token_id is None:
+            raise ConfigError(
+                "masked-lm needs a tokenizer with a mask token, but this one has none: use a "
+                "BERT-like model."
+            )
+        return MaskedSamples(dataset, self.tokenizer, self.options.mlm_probability)
 
 
 def prepare_data(

@@ -143,7 +143,6 @@ TASKS: dict[str, Task] = {
         auto_class=AutoModelForMaskedLM,
         labels="none",
         tokenize=tokenization.tokenize_masked,
-        collate=collation.collate_masked,
         pipeline="fill-mask",
         lora_type=None,
     ),
