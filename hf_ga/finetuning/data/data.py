@@ -28,8 +28,8 @@ from hf_ga.finetuning.data.encoding.tokenization import (
     split_into_blocks,
 )
 from hf_ga.finetuning.data.formats.corpus import SPLITS
+from hf_ga.finetuning.data.formats.documents import flatten_articles
 from hf_ga.finetuning.data.formats.files import load_files, wrap_read_errors
-from hf_ga.finetuning.data.formats.squad import flatten_articles
 from hf_ga.finetuning.data.options import DataOptions, as_list
 from hf_ga.finetuning.data.sources import first_rows, load_rows
 from hf_ga.finetuning.data.streamed import StreamedSamples

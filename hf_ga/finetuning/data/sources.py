@@ -10,9 +10,9 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.formats import corpus
+from hf_ga.finetuning.data.formats.documents import flatten_articles
 from hf_ga.finetuning.data.formats.files import load_files, wrap_read_errors
 from hf_ga.finetuning.data.formats.named_datasets import EMBEDDED_CORPUS, load_named_datasets
-from hf_ga.finetuning.data.formats.squad import flatten_articles
 from hf_ga.finetuning.data.options import DataOptions, as_list
 from hf_ga.order.order import epoch_order
 

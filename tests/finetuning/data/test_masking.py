@@ -159,9 +159,7 @@ def test_evaluation_windows_keep_their_masks_whatever_their_batch_size():
             pad_to_window=pad_to_window,
         )
 
-    reference = {
-        i: (i, *masked_alone(s["input_ids"], 0, 0, i)) for i, s in enumerate(samples)
-    }
+    reference = {i: (i, *masked_alone(s["input_ids"], 0, 0, i)) for i, s in enumerate(samples)}
     windows = windows_of(8)
     assert seen_in(windows) == reference
     assert seen_in(windows) != reference  # the control: it is `set_epoch(0)` that keeps them
