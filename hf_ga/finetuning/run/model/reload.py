@@ -302,9 +302,11 @@ def _relative_distance(found: Tensor, expected: Tensor) -> float:
     """
     if found.shape != expected.shape:
         return math.inf
-    is_equal = (found == expected) | (found.isnan() & expected.isnan())
-    distance = (found - expected).masked_fill(is_equal, 0.0).double().norm()
-    norm = expected.nan_to_num(0.0, 0.0, 0.0).double().norm()
+    is_finite = expected.isfinite()
+    if not torch.allclose(found[~is_finite], expected[~is_finite], equal_nan=True):
+        return math.inf
+    distance = (found - expected)[is_finite].double().norm()
+    norm = expected[is_finite].double().norm()
     error = float(distance / norm.clamp(min=torch.finfo(torch.float32).tiny))
     return math.inf if math.isnan(error) else error
 
