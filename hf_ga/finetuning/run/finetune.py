@@ -4,8 +4,7 @@ All processes run it together; the main process writes and prints.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,6 @@ from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
-
-NUM_CLASSES = 20  # whose rows and weights are printed, at most; summary.json has all weights
 
 
 def finetune(
@@ -147,8 +144,6 @@ def _prepare_and_print(
     print_fact(accelerator, "data", setup.data.description, *setup.data.notes)
     for lines in sample_lines(setup.data, config.show_samples):
         print_fact(accelerator, "sample", *lines)
-    for line in _lines_on_classes(setup):
-        print_fact(accelerator, "classes", line)
     return setup
 
 
@@ -181,33 +176,6 @@ def _train(setup: Setup) -> dict[str, Any]:
             raise _with_remedy(run, progress, error) from error
         raise
     return _finish(run, progress, seconds=time.perf_counter() - start)
-
-
-def _lines_on_classes(setup: Setup) -> list[str]:
-    """Return the lines of a run's log on classes: in text classification (unless rows are
-    streamed), how many training rows each class has; if the loss has class weights, these.
-    """
-    lines = []
-    data = setup.data
-    train = data.splits.get("train")
-    if data.task.labels == "class" and train is not None and data.stream is None:
-        counts = Counter(train["label"][:])
-        lines.append(_list_classes(f"{name} {counts[i]}" for i, name in enumerate(data.labels)))
-    if setup.class_weights:
-        weights = [f"{label} {weight:.4g}" for label, weight in setup.class_weights.items()]
-        lines.append(f"weights {_list_classes(weights)}")
-    return lines
-
-
-def _list_classes(items: Iterable[str]) -> str:
-    """Join a text for each class by commas, for a run's log: the first `NUM_CLASSES` of them, and
-    the number of classes if there are more.
-    """
-    items = list(items)
-    listed = ", ".join(items[:NUM_CLASSES])
-    if len(items) > NUM_CLASSES:
-        listed += f", ... ({len(items)} classes)"
-    return listed
 
 
 def _print_plan(run: Run) -> None:
