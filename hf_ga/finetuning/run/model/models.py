@@ -146,7 +146,15 @@ def complete_config(
     """
     model_config = base_config
     if model_config is None:
-        model_config = data.task.small_config(data.tokenizer, config.sequence_length)
+        tokenizer = data.tokenizer
+        model_config = data.task.small_config(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=max(256, config.sequence_length),
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            decoder_start_token_id=tokenizer.eos_token_id,
+        )
     _check_architecture(model_config, config)
     _check_lengths(model_config, config)
     _set_labels(model_config, config, data)

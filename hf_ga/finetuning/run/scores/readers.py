@@ -56,12 +56,7 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
         return Reader(partial(_entity_metrics, labels), read_logits)
     if task == "question-answering":
         columns = (dataset["window_index"][:], dataset["answers"][:])
-        return Reader(
-            partial(answer_metrics, *columns),
-            lambda outputs, batch, of: read_spans(
-                outputs, [dataset[int(i)] for i in of.sample_ids]
-            ),
-        )
+        return Reader(partial(answer_metrics, *columns), partial(_read_answers, dataset))
     if setup.config.predict_with_generate:
         return Reader(
             partial(_text_metrics, dataset["target"][:]),
@@ -70,6 +65,13 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     if not setup.data.task.metrics:
         return None
     return logits_reader(setup.data.task.metrics)
+
+
+def _read_answers(
+    dataset: Any, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+) -> list[Span]:
+    """Return the best span of each sample of question answering in an evaluation."""
+    return read_spans(outputs, [dataset[int(i)] for i in micro_batch.sample_ids])
 
 
 def _entity_metrics(
