@@ -10,6 +10,7 @@ under which name or when the script imports them. Of TRL's trainers, those in `E
 are made exact. The others are refused.
 """
 
+import os
 import runpy
 import sys
 import time
