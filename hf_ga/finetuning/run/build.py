@@ -298,9 +298,7 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
     free = {name for names in FREE_TO_CHANGE.values() for name in names.split()}
     identity = {name: value for name, value in config.to_dict().items() if name not in free}
     for flag in LOCATIONS:
-        names = [_without_folder(location) for location in as_list(identity[flag])]
-        if names:
-            identity[flag] = names if len(names) > 1 else names[0]
+        identity[flag] = list(map(_without_folder, as_list(identity[flag])))
     identity["window_size"] = window_size
     identity["chunks"] = None
     if config.same_bits:
