@@ -43,20 +43,18 @@ def encode_answers(dataset: Dataset, split: str) -> Dataset:
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
     check_values(split, values, lambda value: _read_answers(value) is not None, rule=rule)
     answers = list(map(_read_answers, values))
+    texts_and_starts = [[tuple(answer.values()) for answer in row] for row in answers]
     check_values(
         split,
-        list(zip(dataset["context"][:], answers, strict=True)),
-        lambda row: all(_is_in(row[0] or "", **answer) for answer in row[1]),
+        list(zip(dataset["context"][:], texts_and_starts, strict=True)),
+        lambda row: all(
+            start >= 0 and (row[0] or "").startswith(text, start) for text, start in row[1]
+        ),
         rule="answers must be in their contexts at the 0-based character answer_start",
         remedy="Fix these rows.",
     )
     feature = List({"text": Value("string"), "answer_start": Value("int64")})
     return replace_column(dataset, "answers", answers, feature)
-
-
-def _is_in(context: str, text: str, answer_start: int) -> bool:
-    """Return whether a context has the text of an answer at a character."""
-    return answer_start >= 0 and context.startswith(text, answer_start)
 
 
 def _read_answers(value: Any) -> list[dict[str, Any]] | None:
