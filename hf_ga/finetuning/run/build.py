@@ -30,7 +30,6 @@ from hf_ga.finetuning.run.model.adapters import add_adapters, freeze
 from hf_ga.finetuning.run.model.embeddings import check_embedding, evaluate_embeddings, window_loss
 from hf_ga.finetuning.run.model.models import (
     complete_config,
-    empty_model,
     known_labels,
     load_base_config,
     load_model,
@@ -163,7 +162,8 @@ def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
     model, new_weights = loaded or (None, [])
     new_weights = broadcast_from_main(setup.accelerator, new_weights)
     if model is None:
-        model = _trainable(setup, empty_model(setup), new_weights)
+        model, _ = load_model(setup, is_empty=True)
+        model = _trainable(setup, model, new_weights)
     return model, new_weights
 
 

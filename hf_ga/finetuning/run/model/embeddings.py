@@ -13,7 +13,6 @@ from hf_ga.embedding.losses import (
     InfoNCE,
     Matryoshka,
     WindowLoss,
-    truncate_embeddings,
     unit_vectors,
 )
 from hf_ga.embedding.model import LOG_TEMPERATURE
@@ -120,9 +119,7 @@ def evaluate_embeddings(
         split: The name of the split.
 
     Returns:
-        `loss`, `num_targets` (the number of samples) and the metrics; for each of `matryoshka_dims`
-        that is smaller than the model's vectors, also a metric of truncated vectors, such as
-        `ndcg_at_10_dim_64` or `spearman_dim_64`.
+        `loss`, `num_targets` (the number of samples) and the metrics.
     """
     backend = backend_for(setup.accelerator)
     module = callable_module(model)
@@ -180,14 +177,7 @@ def _compute_results(
         arrays = tuple(value.cpu().numpy() for value in vectors.values())
         scores = batch["score"].numpy() if has_scores(data) else None
         return compute_user_metrics(setup, EvalPrediction(arrays, scores)) | results
-    results |= _compute_metrics(vectors, batch)
-    main_metric = "spearman" if has_scores(data) else "ndcg_at_10"
-    full_dim = vectors["anchor"].shape[-1]
-    for dim in setup.config.matryoshka_dims or ():
-        if dim < full_dim:
-            metrics = _compute_metrics(truncate_embeddings(vectors, dim), batch)
-            results[f"{main_metric}_dim_{dim}"] = metrics[main_metric]
-    return results
+    return results | _compute_metrics(vectors, batch)
 
 
 def _mean_loss(
