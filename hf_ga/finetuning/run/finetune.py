@@ -4,6 +4,7 @@ All processes run it together; the main process writes and prints.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
+
+NUM_CLASSES = 20  # whose rows are printed, at most
 
 
 def finetune(
@@ -144,6 +147,8 @@ def _prepare_and_print(
     print_fact(accelerator, "data", setup.data.description, *setup.data.notes)
     for lines in sample_lines(setup.data, config.show_samples):
         print_fact(accelerator, "sample", *lines)
+    if setup.data.task.labels == "class" and "train" in setup.data.splits and not config.streaming:
+        print_fact(accelerator, "classes", _count_classes(setup.data))
     return setup
 
 
@@ -176,6 +181,16 @@ def _train(setup: Setup) -> dict[str, Any]:
             raise _with_remedy(run, progress, error) from error
         raise
     return _finish(run, progress, seconds=time.perf_counter() - start)
+
+
+def _count_classes(data: PreparedData) -> str:
+    """List how many training rows each class of a run has, for its log: the first classes."""
+    counts = Counter(data.splits["train"]["label"][:])
+    names = data.labels[:NUM_CLASSES]
+    listed = [f"{name} {counts[i]}" for i, name in enumerate(names)]
+    if len(data.labels) > len(names):
+        listed.append(f"... ({len(data.labels)} classes)")
+    return ", ".join(listed)
 
 
 def _print_plan(run: Run) -> None:

@@ -164,8 +164,9 @@ def train_classes(place, tmp_path, capsys, **settings) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_warns_of_a_warmup_that_is_too_long(place, tmp_path, capsys):
+def test_a_run_prints_the_rows_of_each_class_and_a_warmup_that_is_too_long(place, tmp_path, capsys):
     printed = train_classes(place, tmp_path, capsys, warmup_steps=8)
+    assert "classes    no 8, yes 4\n" in printed
     assert "warning    8 warmup steps, but only 8 optimizer steps" in printed
 
 
