@@ -141,7 +141,7 @@ def tokenize_questions(
     )
     row_of_sample = encoded.get("overflow_to_sample_mapping", range(len(texts)))
     samples: list[dict[str, Any]] = []
-    first_samples: dict[int, dict[str, Any]] = {}
+    complete_rows = set()  # those without an answer, or with their whole answer in a sample
     for i, row in enumerate(row_of_sample):
         ids = encoded["input_ids"][i] if any(texts[row]) else []
         starts, ends = _context_characters(encoded, i)
@@ -149,6 +149,9 @@ def tokenize_questions(
         answer_tokens = _tokens_of_answer(encoded, i, **answers[0]) if answers else None
         no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
         first_token, last_token = answer_tokens or (no_answer, no_answer)
+        if answer_tokens or not answers:
+            complete_rows.add(row)
+        is_next_window = i > 0 and row_of_sample[i - 1] == row
         is_cut = bool(ids) and doc_stride is None and bool(encoded.encodings[i].overflowing)
         sample = {
             "input_ids": ids,
@@ -161,17 +164,15 @@ def tokenize_questions(
             "num_targets": int(bool(ids)),
             "was_truncated": is_cut,
             "context": rows["context"][row] or "",
-            "window_index": int(row in first_samples) and samples[-1]["window_index"] + 1,
-            "answer_is_lost": bool(answers) and row not in first_samples,
+            "window_index": samples[-1]["window_index"] + 1 if is_next_window else 0,
         }
-        if answer_tokens or not answers:
-            first_samples.setdefault(row, sample)["answer_is_lost"] = False
         if "token_type_ids" in encoded:
             sample["token_type_ids"] = encoded["token_type_ids"][i][: len(ids)]
         if "answers" in rows:
             sample["answers"] = [answer["text"] for answer in rows["answers"][row]]
-        first_samples.setdefault(row, sample)
         samples.append(sample)
+    for row, sample in zip(row_of_sample, samples, strict=True):
+        sample["answer_is_lost"] = sample["window_index"] == 0 and row not in complete_rows
     return {name: [sample[name] for sample in samples] for name in samples[0]}
 
 
