@@ -165,7 +165,7 @@ def load_named_datasets(options: DataOptions, notes: list[str] | None) -> dict[s
     config_names = cycle(as_list(options.dataset_config_name) or [None])
     loaded = []
     for group in groups:
-        config_name = next(config_names) if _is_hub_id(group[0]) else None
+        config_name = next(config_names) if is_hub_id(group[0]) else None
         loaded.append((", ".join(group), _load_splits_of(group, config_name, options, notes)))
     without_train = [name for name, splits in loaded if "train" not in splits]
     if options.dataset_weights is not None and without_train:
@@ -181,8 +181,12 @@ def load_named_datasets(options: DataOptions, notes: list[str] | None) -> dict[s
     return joined
 
 
-def _is_hub_id(name: str) -> bool:
-    """Return whether a dataset is loaded by `datasets`: from the hub, or from a folder."""
+def is_hub_id(name: str) -> bool:
+    """Return whether a dataset is loaded by `datasets`: from the hub, or from a folder.
+
+    Args:
+        name: A value of `dataset_name`.
+    """
     return name != EMBEDDED_CORPUS and not is_file(name)
 
 
@@ -190,7 +194,7 @@ def _check_options_of_names(names: list[str], options: DataOptions) -> None:
     """Check that the numbers of configurations and weights match those of the datasets, and that
     folders exist.
     """
-    hub_ids = list(filter(_is_hub_id, names))
+    hub_ids = list(filter(is_hub_id, names))
     num_configs = len(as_list(options.dataset_config_name))
     if num_configs not in (0, min(1, len(hub_ids)), len(hub_ids)):
         raise ConfigError(

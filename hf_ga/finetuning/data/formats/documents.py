@@ -18,23 +18,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from datasets import Dataset
+from datasets.data_files import SPLIT_KEYWORDS
 
 from hf_ga.errors import DataError
 
 Row = dict[str, Any]
 # Split name (None if the object does not name splits) -> rows; where they were found, for the log.
 FoundRows = tuple[dict[str | None, list[Row]], str]
-# Key in a JSON file -> the split that it names.
-SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
-}
+# Key in a JSON file -> the split that it names, as in names of files.
+SPLIT_NAMES = {name: str(split) for split, names in SPLIT_KEYWORDS.items() for name in names}
 # Keys that every message of a conversation has: in OpenAI's format, and in ShareGPT's.
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
 LARGEST_EXACT = 2**53  # the floats up to it include all whole numbers
