@@ -58,18 +58,19 @@ LOCATIONS = (
     "test_file",
 )
 NO_LIMIT = 2**62  # `max_windows` of a run whose length is given in steps
-# Flags that may change when a run is resumed, because they do not affect its results, by reason.
-FREE_TO_CHANGE = {
-    "outputs": """output_dir report_to run_name project save_steps save_total_limit push_to_hub
-        hub_model_id hub_private_repo predict_file max_predict_samples show_samples""",
-    "evaluations": "eval_steps per_device_eval_batch_size predict_with_generate max_new_tokens "
-    "num_beams early_stopping_patience",
-    "resuming": "resume_from_checkpoint resume_with_changes on_nonfinite",
-    "speed and memory": "dataloader_num_workers full_determinism gradient_checkpointing "
-    "torch_compile fsdp_reduce_each_micro_batch",
-    "checked as `window_size` and `chunks`": """per_device_train_batch_size
-        gradient_accumulation_steps global_batch_size max_tokens_per_micro_batch same_bits""",
-}
+# Flags that may change when a run is resumed, because they do not affect its results: outputs;
+# evaluations; resuming; speed and memory; and those that are checked as `window_size` and `chunks`.
+FREE_TO_CHANGE = """
+    output_dir report_to run_name project save_steps save_total_limit push_to_hub hub_model_id
+    hub_private_repo predict_file max_predict_samples show_samples
+    eval_steps per_device_eval_batch_size predict_with_generate max_new_tokens num_beams
+    early_stopping_patience
+    resume_from_checkpoint resume_with_changes on_nonfinite
+    dataloader_num_workers full_determinism gradient_checkpointing torch_compile
+    fsdp_reduce_each_micro_batch
+    per_device_train_batch_size gradient_accumulation_steps global_batch_size
+    max_tokens_per_micro_batch same_bits
+"""
 
 
 def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions: Any) -> Setup:
@@ -295,7 +296,7 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
     from a checkpoint.
     """
     config = setup.config
-    free = {name for names in FREE_TO_CHANGE.values() for name in names.split()}
+    free = FREE_TO_CHANGE.split()
     identity = {name: value for name, value in config.to_dict().items() if name not in free}
     for flag in LOCATIONS:
         identity[flag] = list(map(_without_folder, as_list(identity[flag])))

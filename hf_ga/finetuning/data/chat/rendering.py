@@ -301,14 +301,22 @@ def check_targets(
     for index, spans in spans_by_turn.items():
         target = "".join(text[start:end] for start, end in spans)
         message = messages[index]
-        answer = END_OF_THOUGHTS.split(message.get("content", ""))[-1]
+        content = message.get("content", "")
+        answer = END_OF_THOUGHTS.split(content)[-1]
         function_names = [call["function"]["name"] for call in message.get("tool_calls", [])]
         if not all(_contains(target, part) for part in (answer, *function_names)):
             raise DataError(
                 "a turn of the assistant is not among the targets that the chat template renders "
                 f"or marks, which are {target!r:.200}: {REMEDY}"
             )
-        if _has_thoughts(message, text, spans):
+        # Thoughts are in the content (between tags such as <think>) or in `reasoning_content`, and
+        # may begin in the generation prompt.
+        start = spans[0][0] if spans else 0
+        has_thoughts = all(
+            _contains(text[max(0, start - len(part)) : start] + target, part)
+            for part in (content, message.get("reasoning_content", ""))
+        )
+        if has_thoughts:
             continue
         if index == len(messages) - 1:
             raise DataError(
@@ -325,19 +333,6 @@ def check_targets(
         if not text.startswith(text_before):
             notes.append(OTHER_BEGINNING)
     return tuple(notes)
-
-
-def _has_thoughts(message: Message, text: str, spans: list[Span]) -> bool:
-    """Return whether the target of a turn contains the turn's thoughts, which are in its content
-    (between tags such as <think>) or in its `reasoning_content`.
-    """
-    target = "".join(text[start:end] for start, end in spans)
-    target_start = spans[0][0] if spans else 0
-    for thoughts in (message.get("content", ""), message.get("reasoning_content", "")):
-        text_before = text[max(0, target_start - len(thoughts)) : target_start]
-        if not _contains(text_before + target, thoughts):
-            return False
-    return True
 
 
 def _without_key(key: str, messages: list[Message]) -> list[Message]:
