@@ -143,12 +143,16 @@ def _prepare_and_print(
         setup = prepare_setup(config, accelerator, **functions)
         if config.predict_file is not None:
             setup.unlabelled = prepare_unlabelled(setup.data)
-    check_agreement(accelerator, "data", _hash_of_samples(setup.data))
-    print_fact(accelerator, "data", setup.data.description, *setup.data.notes)
-    for lines in sample_lines(setup.data, config.show_samples):
+    # Samples, labels, and lengths, on which the split into micro-batches depends.
+    data = setup.data
+    lengths = [np.asarray(samples["length"][:]) for samples in data.splits.values()]
+    of_samples = Hasher.hash([data.content_hash, data.labels, lengths])
+    check_agreement(accelerator, "data", of_samples)
+    print_fact(accelerator, "data", data.description, *data.notes)
+    for lines in sample_lines(data, config.show_samples):
         print_fact(accelerator, "sample", *lines)
-    if setup.data.task.labels == "class" and "train" in setup.data.splits and not config.streaming:
-        print_fact(accelerator, "classes", _count_classes(setup.data))
+    if data.task.labels == "class" and "train" in data.splits and not config.streaming:
+        print_fact(accelerator, "classes", _count_classes(data))
     return setup
 
 
@@ -240,14 +244,6 @@ def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
         "memory ran out: use smaller batches (--per_device_train_batch_size; in evaluations "
         f"--per_device_eval_batch_size), or FSDP over more devices. {error} Then {then}."
     )
-
-
-def _hash_of_samples(data: PreparedData) -> str:
-    """Hash the data that all processes of a run must have loaded alike: the training samples, the
-    labels, and the lengths of all splits, on which the split into micro-batches depends.
-    """
-    lengths = [np.asarray(dataset["length"][:]) for dataset in data.splits.values()]
-    return Hasher.hash([data.content_hash, data.labels, lengths])
 
 
 def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:

@@ -416,9 +416,17 @@ def _configure(model: PreTrainedModel, config: FinetuneConfig) -> PreTrainedMode
                 "--gradient_checkpointing."
             )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if config.task == "embedding":
-        return _add_pooling(model, config)
-    return model
+    if config.task != "embedding":
+        return model
+    pooling = config.pooling
+    if pooling is None and config.model_name_or_path is not None:
+        pooling = saved_pooling(config.model_name_or_path)
+    return EmbeddingModel(
+        model,
+        pooling or "mean",
+        temperature=config.initial_temperature if config.learn_temperature else None,
+        max_length=config.max_length,
+    )
 
 
 def _add_rows(model: PreTrainedModel, setup: Setup, *, mean_resizing: bool = True) -> None:
@@ -433,19 +441,6 @@ def _add_rows(model: PreTrainedModel, setup: Setup, *, mean_resizing: bool = Tru
         model.resize_token_embeddings(new_ids.stop, mean_resizing=mean_resizing)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-
-
-def _add_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> EmbeddingModel:
-    """Wrap the encoder of a run with `--task embedding` so that it returns one vector per text."""
-    pooling = config.pooling
-    if pooling is None and config.model_name_or_path is not None:
-        pooling = saved_pooling(config.model_name_or_path)
-    return EmbeddingModel(
-        encoder,
-        pooling or "mean",
-        temperature=config.initial_temperature if config.learn_temperature else None,
-        max_length=config.max_length,
-    )
 
 
 def _check_new_weights(
