@@ -43,7 +43,11 @@ from hf_ga.finetuning.run.results.outputs import (
     write_reports,
 )
 from hf_ga.finetuning.run.results.predictions import write_predictions
-from hf_ga.finetuning.run.results.report import print_fact, print_results
+from hf_ga.finetuning.run.results.report import (
+    describe_world_change,
+    print_fact,
+    print_results,
+)
 from hf_ga.finetuning.run.results.saving import forget_other_best, resume
 from hf_ga.finetuning.run.run import Progress, Run, Setup
 from hf_ga.finetuning.run.train_windows import padding_ratio, planned_lengths
@@ -177,6 +181,10 @@ def _train(setup: Setup) -> dict[str, Any]:
     call_on_main(accelerator, start_trackers, accelerator, config, is_resumed)
     if checkpoint:
         forget_other_best(run, progress, checkpoint)
+        metrics = run.output_dir / "metrics.jsonl"
+        change = describe_world_change(metrics, progress.step, accelerator.num_processes)
+        if change is not None:
+            print_fact(accelerator, "processes", change)
     start = time.perf_counter()
     try:
         progress = fit(run, progress)

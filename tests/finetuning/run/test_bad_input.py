@@ -77,6 +77,10 @@ CASES = {
         ["unknown lr_scheduler_type 'step'", "cosine", "linear"],
     ),
     "unknown pooling": ("--task embedding --pooling max", ["unknown pooling 'max'", "lasttoken"]),
+    "half compiled": (
+        "--torch_compile half",
+        ["torch_compile must be true, false or auto, got 'h"],
+    ),
     "a temperature of 0": (
         "--task embedding --temperature 0",
         ["temperature must be greater than 0"],

@@ -58,6 +58,20 @@ def test_truth_values_and_defaults():
     assert parse_config([]) == FinetuneConfig()
 
 
+def test_compilation_is_on_off_or_automatic(tmp_path):
+    values = {"": True, "true": True, "False": False, "auto": "auto", "AUTO": "auto"}
+    for text, value in values.items():
+        config = parse_config(["--seed", "3", "--torch_compile", *text.split()])
+        assert config.torch_compile == value
+        config.check()
+    for text, value in {"true": True, "off": False, "auto": "auto"}.items():
+        (tmp_path / "run.yaml").write_text(f"torch_compile: {text}")
+        assert parse_config([str(tmp_path / "run.yaml")]).torch_compile == value
+        (tmp_path / "run.json").write_text(json.dumps({"torch_compile": value}))
+        assert parse_config([str(tmp_path / "run.json")]).torch_compile == value
+        FinetuneConfig(torch_compile=value).check()
+
+
 def test_help_lists_all_flags_with_a_sentence_and_their_defaults(capsys):
     with pytest.raises(SystemExit) as stop:
         finetune_main(["--help"])

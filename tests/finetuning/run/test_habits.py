@@ -6,6 +6,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import helpers as h
 import pytest
 import torch
 from runs import lines_of, relative_distance, small_config, train, train_job
@@ -183,3 +184,35 @@ def test_fp16_resumes_bit_for_bit_with_its_scale(launched, place, tmp_path):
         hf_ga.CheckpointError, match="has other settings: mixed_precision 'fp16' -> 'no'"
     ):
         train_job(place, tmp_path / "again", "classes", **flags)
+
+
+# name: whether the device is a GPU with Triton, the number of micro-batches that pay for
+# compilation; then: what the log says.
+COMPILATIONS = {
+    "a CPU": (False, 16, "off, only a GPU with Triton gains time"),
+    "a short run": (True, 17, "off, compiling takes as long as 17 micro-batches save"),
+    "a long run": (True, 16, "on"),
+}
+
+
+@pytest.mark.parametrize("name", COMPILATIONS)
+def test_compilation_where_it_pays(name, place, tmp_path, monkeypatch, capsys):
+    has_kernels, minimum, decision = COMPILATIONS[name]
+    monkeypatch.setattr(build, "has_kernels", lambda device: has_kernels)
+    monkeypatch.setattr(build, "MIN_ROWS_TO_COMPILE", minimum)
+    compiled = []
+    monkeypatch.setattr(build, "compile_layers", compiled.append)
+    train(place, tmp_path / "out", torch_compile="auto")
+    assert f"compile    {decision} (8 steps x 2 micro-batches, on cpu)" in capsys.readouterr().out
+    assert len(compiled) == (decision == "on")
+
+
+def test_compilation_of_a_model_without_rows(monkeypatch):
+    """Its attention is not sdpa, or it has two stacks of layers. The control can have rows."""
+    monkeypatch.setattr(build, "has_kernels", lambda device: True)
+    gpu = torch.device("cuda")
+    assert build.reason_not_to_compile(h.gpt2(), gpu, 2000) is None
+    gpt2 = h.gpt2()
+    gpt2.set_attn_implementation("eager")
+    for model in (gpt2, h.t5(), torch.nn.Linear(2, 2)):
+        assert "cannot be computed on rows" in build.reason_not_to_compile(model, gpu, 2000)

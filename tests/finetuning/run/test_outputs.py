@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from hf_ga import FinetuneConfig, finetune
 from hf_ga.finetuning.run.flags.cli import finetune_main
 from hf_ga.finetuning.run.results.outputs import save_best
-from hf_ga.finetuning.run.results.report import plot_curves
+from hf_ga.finetuning.run.results.report import describe_world_change, plot_curves
 
 
 def dtypes(folder):
@@ -110,7 +110,8 @@ def test_a_run_fits_one_screen(place, monkeypatch, capsys):
 
 def test_curves(monkeypatch, tmp_path):
     """Each window's loss, its mean over 5 windows (fewer at the ends), validation losses and rates;
-    a skipped window is left out.
+    a skipped window is left out; a line where the number of processes changes, but not where it is
+    unknown.
     """
     drawn = []
     savefig = Figure.savefig
@@ -126,15 +127,19 @@ def test_curves(monkeypatch, tmp_path):
     ]
     lines.insert(7, {"step": 7, "loss": None, "learning_rate": 1.0, "skipped": True})
     lines[-1] |= {"eval_loss": 0.25}
+    for line in lines:
+        line["num_processes"] = 1 if line["step"] > 40 else 2
     plot_curves(lines, tmp_path / "curves.png", "a title")
     upper, lower = drawn[0].axes
-    (raw, smooth, validation), (rates,) = (
+    (raw, smooth, validation, change), (rates,) = (
         [line.get_xydata() for line in axes.lines] for axes in (upper, lower)
     )
     steps = np.arange(1, 101)
     assert np.array_equal(raw, np.c_[steps, losses])
     assert np.array_equal(rates, np.c_[steps, 1e-3 * np.arange(100)])
     assert validation.tolist() == [[100.0, 0.25]]
+    assert change.tolist() == [[40.5, 0.0], [40.5, 1.0]]
+    assert [text.get_text() for text in upper.texts] == ["2 -> 1 processes"]
     middle = np.convolve(losses, np.ones(5) / 5, "valid")
     ends = [losses[:3], losses[:4], losses[-4:], losses[-3:]]
     first, second, third, last = map(np.mean, ends)
@@ -142,6 +147,19 @@ def test_curves(monkeypatch, tmp_path):
     assert smooth == pytest.approx(np.c_[steps, expected])
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_line_of_a_changed_world(tmp_path):
+    """What a killed run left: a whole last line, and perhaps a part of one."""
+    path = tmp_path / "metrics.jsonl"
+    assert describe_world_change(path, 8, 1) is None
+    lines = [{"step": step, "num_processes": 2} for step in range(1, 12)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 12, "num_pro')
+    assert describe_world_change(path, 8, 2) is None
+    assert describe_world_change(path, 8, 1) == (
+        "2 -> 1 processes after step 11: same updates, resumed at step 8, 3 steps computed again"
+    )
+    assert "resumed at step 10, 1 step computed again" in describe_world_change(path, 10, 3)
 
 
 def train_classes(place, tmp_path, capsys, **settings) -> str:

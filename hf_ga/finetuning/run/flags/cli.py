@@ -5,7 +5,7 @@ after an error, or with code 75 after a stop by a signal.
 import difflib
 import json
 import sys
-from argparse import SUPPRESS, Namespace
+from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import datasets
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 from transformers.utils import logging
 
 from hf_ga.errors import ConfigError
@@ -124,6 +125,8 @@ def _make_parser(config_class: type[FinetuneConfig]) -> _Parser:
     )
     action_of_name = {action.dest: action for action in parser._actions}
     action_of_name["report_to"].nargs = "*"
+    # HfArgumentParser parses a flag that is true, false or a text as true or false.
+    action_of_name["torch_compile"].type = _bool_or_text
     for name in SCRIPT_FLAGS:
         # argparse rejects one spelling twice, as for a name without an underscore.
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
@@ -139,6 +142,14 @@ def _make_parser(config_class: type[FinetuneConfig]) -> _Parser:
         group = parser.add_argument_group(heading)
         group._group_actions = [action_of_name[option.name] for option in options]
     return parser
+
+
+def _bool_or_text(value: str) -> bool | str:
+    """Convert a flag to true or false, if it is either; its other values are checked later."""
+    try:
+        return string_to_bool(value)
+    except ArgumentTypeError:
+        return value.lower()
 
 
 def finetune_main(arguments: Sequence[str] | None = None) -> int:

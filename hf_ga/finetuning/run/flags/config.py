@@ -20,6 +20,8 @@ from hf_ga.order.layout import Layout
 DEFAULT_ACCUMULATION_STEPS = 4
 # The value of `class_weights` that computes the weights from the labels.
 BALANCED = "balanced"
+# The value of `torch_compile` that compiles if it saves more time than it takes.
+AUTO = "auto"
 # HfArgumentParser parses a flag by the type before None: here, a list of strings.
 ClassWeights = list[str] | None | list[float] | str
 # Temperature of the embedding loss, by which cosine similarities are divided.
@@ -117,8 +119,10 @@ class FinetuneConfig(DataOptions):
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward: less memory, more time."
     )
-    torch_compile: bool = option(
-        False, "Compile the model's repeated layers with torch.compile: two or three graphs."
+    torch_compile: bool | str = option(
+        False,
+        "Compile the model's repeated layers with torch.compile: two or three graphs. "
+        f"`{AUTO}`: on a GPU, if the run is long enough.",
     )
     freeze: list[str] | None = option(
         None, "Name patterns of parameters to freeze, such as 'bert.embeddings.*'."
@@ -451,6 +455,8 @@ class FinetuneConfig(DataOptions):
 
     def _mistakes_in_values(self) -> Iterator[str]:
         """Yield an error message for each flag whose value is impossible, or excludes another."""
+        if self.torch_compile not in (True, False, AUTO):
+            yield f"torch_compile must be true, false or {AUTO}, got {self.torch_compile!r:.80}."
         weights = self.class_weights
         are_weights = isinstance(weights, list) and all(
             isinstance(weight, float) and 0 < weight < inf for weight in weights

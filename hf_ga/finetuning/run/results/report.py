@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,37 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def describe_world_change(path: Path, step: int, num_processes: int) -> str | None:
+    """Return the line that a resumed run prints if it has another number of processes than before.
+
+    Args:
+        path: The metrics.jsonl of the run, with the lines that were written before it was resumed.
+        step: The optimizer step of the checkpoint from which the run is resumed.
+        num_processes: The number of processes now.
+
+    Returns:
+        The line, or None if the number is the same, or no window was trained yet.
+
+    Example:
+        describe_world_change(path, 8, 1)
+        # '2 -> 1 processes after step 11: same updates, resumed at step 8, 3 steps computed again'
+    """
+    lines = read_metrics(path) if path.exists() else []
+    if not lines or lines[-1]["num_processes"] == num_processes:
+        return None
+    last = lines[-1]
+    num_lost = max(0, last["step"] - step)
+    unit = "step" if num_lost == 1 else "steps"
+    return (
+        f"{last['num_processes']} -> {num_processes} processes after step {last['step']}: same "
+        f"updates, resumed at step {step}, {num_lost} {unit} computed again"
+    )
+
+
 def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     """Plot the curves of a fine-tuning run over its optimizer steps, and write them to an image
     file: the training loss of each window, its moving mean, the validation losses and the learning
-    rate.
+    rate. A vertical line marks each change of the number of processes.
 
     Windows that were skipped, without an optimizer step, are not plotted.
 
@@ -125,6 +153,12 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
         loss_axes.plot(
             evaluated["step"], evaluated["eval_loss"], "o-", color="tab:orange", label="validation"
         )
+    for before, after in pairwise(trained.itertuples()):
+        if before.num_processes != after.num_processes:
+            between = (before.step + after.step) / 2
+            loss_axes.axvline(between, color="tab:red", linestyle=":")
+            text = f"{before.num_processes} -> {after.num_processes} processes"
+            loss_axes.annotate(text, (between, 1), xycoords=("data", "axes fraction"))
     rate_axes.plot(steps, trained["learning_rate"], color="tab:gray")
     loss_axes.set(title=title, ylabel="loss (nats per target)")
     rate_axes.set(xlabel="optimizer step", ylabel="learning rate")

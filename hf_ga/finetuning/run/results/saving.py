@@ -51,7 +51,7 @@ def save(run: Run, progress: Progress, saver: CheckpointSaver) -> None:
         "scheduler": run.scheduler.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else {},
         "identity": run.identity,
-        "machine": _machine(run),
+        "machine": machine() | versions(),
     }
     with raise_on_all_ranks(run.accelerator):
         metrics = run.output_dir / "metrics.jsonl"
@@ -80,7 +80,7 @@ def resume(run: Run, folder: Path) -> Progress:
         CheckpointError: If the checkpoint does not fit this model, or has other settings.
     """
     state = read_state(folder)
-    changed = ", ".join(_differences(state.get("machine", {}), _machine(run)).values())
+    changed = ", ".join(_differences(state.get("machine", {}), machine() | versions()).values())
     if changed:
         print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {changed}")
     missing = {"identity", "windows", "scheduler", "progress"} - state.keys()
@@ -109,11 +109,6 @@ def resume(run: Run, folder: Path) -> Progress:
         progress.evaluations_since_best = 0
     run.max_steps += progress.step - _scheduled_steps(run, progress)  # adds 0 in an unchanged run
     return progress
-
-
-def _machine(run: Run) -> dict[str, Any]:
-    """Return what does not change the updates of a run but their rounding."""
-    return {**machine(), **versions(), "processes": run.accelerator.num_processes}
 
 
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
