@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import nn
+from tqdm.auto import tqdm
 
 from hf_ga.finetuning.data.encoding.choices import collate_choices
 from hf_ga.finetuning.data.encoding.collation import collate_ids
@@ -70,8 +71,8 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
 
 
 def _predict_samples(setup: Setup, model: nn.Module) -> list[Predicted]:
-    """Predict this process's part of the samples of `predict_file` that are not empty: pairs of
-    the index of a sample and its prediction.
+    """Predict this process's part of the samples of `predict_file` that are not empty, with a
+    progress bar on the main process: pairs of the index of a sample and its prediction.
     """
     accelerator = setup.accelerator
     backend = backend_for(accelerator)
@@ -95,9 +96,16 @@ def _predict_samples(setup: Setup, model: nn.Module) -> list[Predicted]:
         indices = not_empty[micro_batch.positions].tolist()
         return list(zip(indices, _predict_batch(setup, model, batch, indices), strict=True))
 
-    with torch.no_grad(), evaluation_mode(backend, model), backend.autocast():
+    bar = tqdm(
+        total=len(not_empty) // accelerator.num_processes,
+        desc="predicting",
+        unit="sample",
+        disable=not accelerator.is_main_process,
+    )
+    with torch.no_grad(), evaluation_mode(backend, model), backend.autocast(), bar:
         for _, of_batch in run_forwards(backend, windows, predict):
             found += of_batch
+            bar.update(len(of_batch))
     return found
 
 

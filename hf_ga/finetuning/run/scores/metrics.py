@@ -1,5 +1,5 @@
-"""Metrics of evaluations: those of scikit-learn, seqeval and rouge-score, and SQuAD's metrics of
-answers.
+"""Metrics of evaluations, computed by an `evaluate.Metric` that is defined here, so that nothing is
+downloaded: those of scikit-learn, seqeval and rouge-score, and SQuAD's metrics of answers.
 """
 
 import math
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import datasets
+import evaluate
 import numpy as np
 import seqeval.metrics
 import sklearn.metrics
@@ -17,6 +19,35 @@ from rouge_score.rouge_scorer import RougeScorer
 
 # A function (references, predictions) -> the value of a metric.
 Score = Callable[[list[Any], list[Any]], float]
+
+
+class _Scores(evaluate.Metric):
+    """Metrics of an evaluation of a run, as a metric of the library `evaluate`.
+
+    Args:
+        scores: Name of a metric -> its function.
+        features: The types of predictions and references.
+    """
+
+    def __init__(self, scores: Mapping[str, Score], features: datasets.Features) -> None:
+        """Keep the functions and types, which the methods below use."""
+        self._scores = scores
+        self._features = features
+        # By default, inputs are written to cache files that processes on one machine would share.
+        super().__init__(keep_in_memory=True)
+
+    def _info(self) -> evaluate.MetricInfo:
+        """Return the types of the inputs of metrics of evaluations. `evaluate.Metric` calls this
+        method.
+        """
+        return evaluate.MetricInfo(description="", citation="", features=self._features)
+
+    def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+        """Compute the metrics of an evaluation. `evaluate.Metric` calls this method."""
+        return {
+            name: float(score(list(references), list(predictions)))
+            for name, score in self._scores.items()
+        }
 
 
 def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> float:
@@ -144,4 +175,5 @@ def compute(scores: Mapping[str, Score], compared: Iterable[tuple[Any, Any]]) ->
         references = np.concatenate(references)
     if not len(references):
         return dict.fromkeys(scores, math.nan)
-    return {name: float(score(references, predictions)) for name, score in scores.items()}
+    inputs = {"predictions": predictions, "references": references}
+    return _Scores(scores, datasets.Dataset.from_dict(inputs).features).compute(**inputs)
