@@ -14,6 +14,7 @@ from hf_ga.errors import MissingPackage
 # the extra `finetune` of pyproject.toml.
 PACKAGES = {
     "datasets": "datasets",
+    "evaluate": "evaluate",
     "jinja2": "jinja2",
     "matplotlib": "matplotlib",
     "pyarrow": "pyarrow",
