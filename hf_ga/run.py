@@ -38,9 +38,8 @@ TRL_BASE_CLASS = "trl.trainer.base_trainer._BaseTrainer"
 OWN_ACCELERATORS = ("transformers.", "hf_ga.")
 # Seconds that other processes wait, so that the main process can print an error of all ranks.
 PATIENCE = 5.0
-# Exit codes, as those of the command `hf-ga`.
-ERROR = 2
-STOPPED = 75
+ERROR = 2  # exit code after bad input or another error of hf_ga
+STOPPED = 75  # after a stop by a signal; EX_TEMPFAIL of sysexits.h, which means: try again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +56,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments in (["-h"], ["--help"]):
         print(__doc__)
         return 0
+    return exit_code(run_script, arguments, end_of_line="\n")  # a progress bar may be in this line
+
+
+def exit_code(
+    command: Callable[[Sequence[str]], int | None],
+    arguments: Sequence[str],
+    end_of_line: str = "",
+) -> int:
+    """Call `command(arguments)`, and print an error of hf_ga as one line instead of a traceback.
+
+    Args:
+        command: Returns its exit code, or None for 0.
+        arguments: Arguments of the command line.
+        end_of_line: What to print before an error.
+
+    Returns:
+        The exit code: that of the command; 2 after an error of hf_ga; 75 after a stop by a signal.
+    """
     try:
-        run_script(arguments)
+        return command(arguments) or 0
     except RunStopped as stopped:
         _print_on_main(str(stopped))
         return STOPPED
@@ -66,10 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _is_main_process():
             # If all ranks have this error, the launcher stops them after the main process.
             time.sleep(PATIENCE)
-        message = in_one_line(error, arguments)
-        print(f"\nerror: {message}", file=sys.stderr)  # a progress bar may be in this line
+        print(f"{end_of_line}error: {in_one_line(error, arguments)}", file=sys.stderr)
         return ERROR
-    return 0
 
 
 def in_one_line(error: HfGaError, arguments: Sequence[str]) -> str:

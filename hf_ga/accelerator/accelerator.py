@@ -148,7 +148,7 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(prepared, nn.parallel.DistributedDataParallel):
             keep_process_group_alive(prepared)
             prepared.no_sync = partial(self.no_sync, prepared)  # which LocalSGD calls
-        self.training_loop.add_model(prepared)
+        self.training_loop.add_model(model, prepared)
         return prepared
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:

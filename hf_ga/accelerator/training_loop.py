@@ -60,7 +60,7 @@ from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError, DataError, HfGaError
 from hf_ga.loading.window import Window
 from hf_ga.logs import Warnings, get_logger
-from hf_ga.model.forward import unwrapped
+from hf_ga.model.forward import innermost
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 
 logger = get_logger(__name__)
@@ -111,7 +111,7 @@ class TrainingLoop:
         self._by_hand = ByHand()
         self._num_updates_before = 0  # by hand, of the run that was resumed
         self._schedules = ScheduleCheck()
-        self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
+        self._prepared_models: dict[nn.Module, nn.Module] = {}  # innermost -> prepared
         self._window: Window | None = None
         self._leader: Any = None  # the loader whose windows are computed
         self._has_followers = False  # whether the loop takes batches of another one beside it
@@ -137,13 +137,15 @@ class TrainingLoop:
 
     # Models
 
-    def add_model(self, prepared: nn.Module) -> None:
-        """Register a model that `accelerator.prepare` returns."""
-        self._prepared_models[unwrapped(prepared)] = prepared
+    def add_model(self, model: nn.Module, prepared: nn.Module) -> None:
+        """Register a model of the user, and what `accelerator.prepare` returns, which
+        may be another one (of compiled regions).
+        """
+        self._prepared_models[innermost(model)] = prepared
 
     def training_models(self) -> list[nn.Module]:
         """Return the prepared models that are in training mode and have trainable parameters."""
-        models = dict.fromkeys(unwrapped(model) for model in self.accelerator._models)
+        models = dict.fromkeys(map(innermost, self.accelerator._models))
         return [
             self._prepared_models.get(model, model)
             for model in models

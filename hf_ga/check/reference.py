@@ -76,10 +76,8 @@ def begin_draws(context: CheckContext, positions: np.ndarray) -> None:
     """Key the random draws of the next forward by the samples at these positions of the window,
     the first one of epoch 0.
     """
-    device = device_of(context.model)
     keys = sample_keys(context.seed, 0, positions)
-    key_of_window = window_key(context.seed, 0, 0)
-    context.draws.begin(keys.to(device), key_of_window.to(device))
+    context.draws.begin(keys, window_key(context.seed, 0, 0), device_of(context.model))
 
 
 def mean_loss(context: CheckContext, batch: Batch) -> Tensor:

@@ -23,7 +23,7 @@ def random_states() -> dict[str, bytes]:
     """
     numpy_algorithm, numpy_words, *numpy_rest = np.random.get_state(legacy=True)
     states = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
+        "torch": torch.default_generator.get_state().numpy().tobytes(),
         "numpy": numpy_words.tobytes() + repr((numpy_algorithm, numpy_rest)).encode(),
         "random": repr(hash(random.getstate())).encode(),
     }

@@ -8,8 +8,10 @@ version, which a library's random generator does not guarantee.
 
 import enum
 
+import numpy as np
 from torch import Tensor
 
+Integers = int | np.ndarray
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -43,9 +45,9 @@ class Purpose(enum.IntEnum):
     BUFFER = 6  # which sample leaves a shuffle buffer; opening a stream
 
 
-def mix(value: int) -> int:
+def mix(value: Integers) -> Integers:
     """Hash a 64-bit integer to another (the finaliser of splitmix64), to draw the order of samples
-    and dropout masks. Different integers have different hashes.
+    and dropout masks. Different integers have different hashes. Those of an array are hashed each.
     """
     value &= MASK64
     value = ((value ^ (value >> 30)) * MULTIPLIER_1) & MASK64
@@ -78,9 +80,10 @@ def mixed(values: Tensor) -> Tensor:
     return mix_in_place(values + SIGNED_GOLDEN)
 
 
-def fold_in(*parts: int) -> int:
+def fold_in(*parts: Integers) -> Integers:
     """Hash integers such as (purpose, seed, epoch, sample) to a 64-bit random key, for the order of
-    samples, random transforms and dropout. The key depends on the order of the integers.
+    samples, random transforms and dropout. The key depends on the order of the integers. An array
+    (uint64) among them gives an array of keys.
 
     >>> fold_in(1, 2) == fold_in(2, 1)
     False

@@ -150,14 +150,19 @@ class KeyedDraws:
         # Where the draws stood when a state of torch's generator was saved.
         self._saved = WeakTensorKeyDictionary()
 
-    def begin(self, keys: Tensor, window_key: Tensor) -> None:
+    def begin(self, keys: Tensor, window_key: Tensor, device: torch.device | None = None) -> None:
         """Begin a micro-batch: the next draw has the number `first_draw`.
 
         Args:
-            keys: One random key per sample: int64, shape (samples,), on the training device.
+            keys: One random key per sample: int64, shape (samples,).
             window_key: The key of numbers that all samples of the window share: int64, shape (1,).
+            device: Where most numbers are needed. None: that of the keys.
         """
-        self._micro_batch = MicroBatch(mixed(keys), mixed(window_key), self.first_draw)
+        # Mixed where they are: on the host, a GPU runs no kernels for it.
+        keys, window_key = (
+            mixed(key).to(device or key.device, non_blocking=True) for key in (keys, window_key)
+        )
+        self._micro_batch = MicroBatch(keys, window_key, self.first_draw)
         self.mask_source = None
         self._is_after_backward = False
         self.has_unkeyed = False

@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +31,7 @@ from hf_ga.engine.checks.draw_check import (
 from hf_ga.engine.checks.state import StateCheck
 from hf_ga.engine.checks.weight_check import WeightCheck
 from hf_ga.engine.gradient import WindowGradient
-from hf_ga.engine.look.choice import is_rehearsed
+from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS, is_rehearsed
 from hf_ga.engine.look.footprints import (
     FootprintKey,
     Footprints,
@@ -41,9 +40,8 @@ from hf_ga.engine.look.footprints import (
 )
 from hf_ga.engine.look.looks import Looks
 from hf_ga.engine.look.padding_trial import PaddingTrial
-from hf_ga.engine.look.recorder import OutputRecorder, choices_among_samples, widths_of
+from hf_ga.engine.look.recorder import OutputRecorder, widths_of
 from hf_ga.engine.look.refusals import (
-    chosen_among_samples,
     compared_with_statistic,
     computed_in_two_ways,
     depends_on_company,
@@ -68,6 +66,7 @@ from hf_ga.model.forward import (
     is_compiled,
     module_modes,
     modules_of,
+    repeatable_backwards,
     snapshot_state,
     unwrapped,
 )
@@ -143,6 +142,8 @@ class WindowEngine:
         self._padding_trial = PaddingTrial()
         self._warnings = Warnings(logger)
         self._is_full_batch = False  # the current window is one micro-batch
+        self._is_first_of_shards = False  # the current window: one of the first, under FSDP
+        self._num_windows = 0  # that were begun
         self._terms_in_two_widths: set[TermKey] = set()  # that samples were compared in
         self._keys: set[TermKey] = set()  # of terms in this micro-batch
         self._window_contexts = ExitStack()
@@ -254,6 +255,10 @@ class WindowEngine:
         # Shards and same bits have an order of their own.
         divides = is_full_batch and chunk_tree is None and not backend.is_sharded
         self.gradient.sums.is_full_batch = divides
+        is_first = self._num_windows < NUM_FIRST_WINDOWS
+        is_first_of_shards = is_first and backend.is_sharded and not backend.is_stage
+        self._is_first_of_shards = is_first_of_shards and not is_full_batch
+        self._num_windows += 1
         for model in models:
             backend.begin(model)
             _switch_off_reducer(model)
@@ -266,6 +271,7 @@ class WindowEngine:
         if not keeps_rehearsal:
             self._rehearsal = Rehearsal() if is_rehearsed else None
         self._watch(models, is_rehearsed=is_rehearsed)
+        self._window_contexts.enter_context(repeatable_backwards())
         # What is compiled for rows is not compiled for padded samples, too.
         if is_rehearsed and self.speed_ups.may_run_rows(models):
             self._window_contexts.enter_context(force_eager())
@@ -296,16 +302,20 @@ class WindowEngine:
 
     def _watch(self, models: Sequence[nn.Module], *, is_rehearsed: bool) -> None:
         """Record the outputs of a rehearsal until the window's end, and note weights."""
-        if is_rehearsed:
-            bare_models = [unwrapped(model) for model in models]
-            # torch.compile would trace hooks of submodules, and compile again in each call.
-            is_traced = any(is_compiled(model) for model in bare_models)
-            recording = self._recorder.recording(bare_models, with_submodules=not is_traced)
+        if is_rehearsed or self._is_first_of_shards:
+            recording = self._recorder.recording(models, with_layers=is_rehearsed)
             self._window_contexts.enter_context(recording)
+        if is_rehearsed:
             if not self.backend.is_sharded:
-                self._weight_check.start(self.gradient.parameters, sees_modules=not is_traced)
+                sees_modules = not self._is_traced
+                self._weight_check.start(self.gradient.parameters, sees_modules=sees_modules)
         elif self.watches_weights and not self._goes_on and not self.backend.is_sharded:
             self._weight_check.start(self.gradient.parameters, sees_modules=False)
+
+    @property
+    def _is_traced(self) -> bool:
+        """Whether torch.compile would trace hooks of submodules, and compile again in each call."""
+        return any(map(is_compiled, self.models))
 
     def count_experts(
         self,
@@ -411,10 +421,7 @@ class WindowEngine:
         self.backend.begin_micro_batch()
         keys = sample_keys(request.seed, request.epoch, slot.micro_batch.positions)
         key_of_window = window_key(request.seed, request.epoch, request.index)
-        keys, key_of_window = send_to_device(
-            (keys, key_of_window), self.backend.device, non_blocking=True
-        )
-        self.draws.begin(keys, key_of_window)
+        self.draws.begin(keys, key_of_window, self.backend.device)
         self.draw_check.begin()
         with ExitStack() as stack:
             if not slot.is_counted:
@@ -423,15 +430,15 @@ class WindowEngine:
                     is_watched = slot.is_rehearsal and model in self.models
                     stack.callback(snapshot_state(model, with_attributes=not is_watched))
             if slot.is_rehearsal or self._follows_rehearsal:
-                bare_models = [unwrapped(model) for model in self.models]
-                is_traced = any(is_compiled(model) for model in bare_models)
                 watching = self._state_check.watching(
-                    bare_models, with_others=not is_traced, restores=slot.is_rehearsal
+                    [unwrapped(model) for model in self.models],
+                    with_others=not self._is_traced,
+                    restores=slot.is_rehearsal,
                 )
                 stack.callback(lambda: self._weight_check.note_buffers(self._state_check.kept))
                 stack.enter_context(watching)
             if self._watches_statistics(slot):
-                stack.enter_context(self._recorder.statistics.watching())
+                stack.enter_context(self._recorder.statistics.watching(is_compiled=self._is_traced))
             stack.enter_context(without_cudnn_attention())
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))
@@ -443,12 +450,12 @@ class WindowEngine:
     def _watches_statistics(self, slot: Slot) -> bool:
         """Whether it is watched what the loop computes: in a rehearsal, in the micro-batch that
         follows, and by hand in the first one of several samples; but not always in all of a
-        window, as what is compiled must be read, too.
+        window, as what is compiled must be read, too. Under FSDP in the first one of a window.
         """
-        if self._rehearsal is None or any(map(is_compiled, self.models)):
-            return False
-        num_slots = self.gradient.sums.num_micro_batches // self.backend.num_processes
         is_first = not self.gradient.num_backwards
+        if self._rehearsal is None:
+            return is_first and self._is_first_of_shards
+        num_slots = self.gradient.sums.num_micro_batches // self.backend.num_processes
         is_first_of_several = self._rehearsal.num_samples == 1 and len(slot.micro_batch) > 1
         return (
             slot.is_rehearsal
@@ -501,6 +508,8 @@ class WindowEngine:
                 self.gradient.needs_padding = True
         self.looks.note(loss, readings, slot, is_keyed=not self.draw_check.has_unkeyed)
         self._note_samples(loss, readings)
+        if self._recorder.statistics.is_on:
+            self._check_statistics(loss, readings)
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
         # What a sharded model keeps would be reduced together with the part.
@@ -589,10 +598,7 @@ class WindowEngine:
         widths = widths_of(self.slot.micro_batch.batch)
         data_readings = [r for r in readings if r.term is None or not r.term.is_penalty]
         footprints = self._footprints(loss, data_readings, positions)
-        self._check_statistics(loss, data_readings)
-        choices = self._choices(loss, data_readings, len(positions))
         if self._is_in_rehearsal:
-            rehearsal.choices |= choices
             rehearsal.widths = widths
             rehearsal.record(
                 footprints, data_readings, self.num_adds, self.draws.num_reclassified, positions
@@ -605,8 +611,6 @@ class WindowEngine:
             self._rehearsal = Rehearsal()
             return
         names = {reading.key: reading.name for reading in readings}
-        for key, function in choices & rehearsal.choices:
-            raise chosen_among_samples(names[key], function)
         rehearsal.widths_now = widths
         rehearsal.num_samples_now = len(positions)
         same = rehearsal.same_term(footprints, data_readings, self.num_adds)
@@ -672,22 +676,11 @@ class WindowEngine:
             return
         self.gradient.must_pad |= self._padding_trial.asks(self._rehearsal)
 
-    def _choices(
-        self, loss: Tensor, readings: Sequence[Reading], num_samples: int
-    ) -> set[tuple[TermKey, str]]:
-        """Return (term, function) of each function that chooses among the samples."""
-        found = set()
-        for reading in readings:
-            nodes = [loss.grad_fn] if reading.term is None else reading.term.nodes
-            functions = choices_among_samples(nodes, num_samples)
-            found |= {(reading.key, function) for function in functions}
-        return found
-
     def _check_statistics(self, loss: Tensor, readings: Sequence[Reading]) -> None:
         """Check that the loop compared no samples with a statistic of the micro-batch, nor with
         numbers that are others in the rehearsal, as such statistics are.
         """
-        rehearsed = self._rehearsal.numbers
+        rehearsed = {} if self._rehearsal is None else self._rehearsal.numbers
         for reading in readings:
             nodes = [loss.grad_fn] if reading.term is None else reading.term.nodes
             numbers: dict[tuple[TermKey, str], set[frozenset[float]]] = defaultdict(set)

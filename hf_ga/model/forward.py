@@ -6,7 +6,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from hf_ga.errors import ConfigError, NoLoss
 from hf_ga.model.precision import at_least_float32
 
 # Modules that wrap a model or its layers after a trial of its loss.
-WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, CheckpointWrapper)
+PARALLEL = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
+WRAPPERS = (*PARALLEL, CheckpointWrapper)
 OF_TORCH = frozenset(vars(nn.Module()))  # attributes that torch gives each module
 PLAIN_TYPES = frozenset([bool, int, float, str, tuple, type(None), torch.Size, Tensor])
 Batch = Mapping[str, Any]  # the arguments of the forward, by name
@@ -36,8 +37,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if _is_wrapper(model):
         return extract_model_from_parallel(model, keep_fp32_wrapper=True)
     # Accelerate's function looks for compiled modules among all of them, in every window.
-    while isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
+    while isinstance(model, PARALLEL):
         model = model.module
+    return model
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the user's module inside all wrappers, also that of torch.compile."""
+    while _is_wrapper(model) or isinstance(model, PARALLEL):
+        model = model._orig_mod if _is_wrapper(model) else model.module
     return model
 
 
@@ -263,6 +271,15 @@ def force_eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def repeatable_backwards() -> AbstractContextManager[None]:
+    """Return a context in which torch.compile compiles backwards that can run twice, as those of
+    losses with several terms do: they do not write into what their forward saved.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch._functorch.config.patch(donated_buffer=False)
 
 
 def module_modes(model: nn.Module) -> tuple[bool, ...]:

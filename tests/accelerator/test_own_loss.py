@@ -236,7 +236,7 @@ def test_a_choice_among_samples_is_refused_by_name(choose):
         }[choose]()
         accelerator.backward(chosen.sum(), num_targets=len(y))
 
-    with pytest.raises(hf_ga.LossNotAdditive, match=rf"torch\.{choose} (chooses|compares)"):
+    with pytest.raises(hf_ga.LossNotAdditive, match=rf"torch\.{choose} compares"):
         gradient(hf_ga.Accelerator, step)
 
 

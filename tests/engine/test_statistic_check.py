@@ -4,10 +4,12 @@ data: here no sample crosses the statistic of any of the micro-batches that are 
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,6 +66,10 @@ def detached_topk(outputs: Tensor, labels: Tensor) -> Tensor:
     return losses[losses.detach().topk(2).indices].mean()
 
 
+def largest_of_a_column(outputs: Tensor, labels: Tensor) -> Tensor:
+    return losses_of(outputs, labels)[:, None].topk(2, dim=0).values.mean()
+
+
 def sorted_half(outputs: Tensor, labels: Tensor) -> Tensor:
     losses = losses_of(outputs, labels)
     return losses[losses.detach().argsort()[len(losses) // 2 :]].mean()
@@ -104,6 +110,7 @@ COMPARED = [
     set_in_place,
     limited,
     detached_topk,
+    largest_of_a_column,
     sorted_half,
     above_a_rank,
     of_low_ranks,
@@ -127,11 +134,15 @@ class Classifier(nn.Module):
 
 
 def train(
-    loss_of, batch_size: int = BATCH_SIZE, *, is_own_loss: bool = False
+    loss_of,
+    batch_size: int = BATCH_SIZE,
+    *,
+    is_own_loss: bool = False,
+    compiled=lambda model: model,
 ) -> tuple[Tensor, list[Tensor]]:
     """The gradient of one window, and the outputs that the loop met."""
     torch.manual_seed(0)
-    model = Classifier(loss_of)
+    model = compiled(Classifier(loss_of))
     features = torch.randn(NUM_SAMPLES, 3)
     labels = torch.arange(NUM_SAMPLES) % 3
     accelerator = hf_ga.Accelerator(cpu=True, gradient_accumulation_steps=NUM_SAMPLES // batch_size)
@@ -152,6 +163,38 @@ def train(
 def test_samples_that_are_compared_with_a_statistic_are_refused(loss_of, is_own_loss):
     with pytest.raises(hf_ga.LossNotAdditive, match="compares samples with a statistic"):
         train(loss_of, is_own_loss=is_own_loss)
+
+
+def in_layers(model: Classifier) -> Classifier:
+    model.layer.compile(backend="eager")
+    return model
+
+
+def as_a_whole(model: Classifier) -> Classifier:
+    model.compile(backend="eager")
+    return model
+
+
+def in_a_wrapper(model: Classifier) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile reads `.grad`
+@pytest.mark.parametrize("compiled", [in_layers, as_a_whole, in_a_wrapper])
+def test_they_are_refused_where_the_model_is_compiled(compiled):
+    with pytest.raises(hf_ga.LossNotAdditive, match="compares samples with a statistic"):
+        train(weighted_above_the_median, compiled=compiled)
+    gradient, _ = train(by_constants, compiled=compiled)
+    expected, _ = train(by_constants, batch_size=NUM_SAMPLES)
+    assert (gradient - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_they_are_refused_under_fsdp(kind):
+    """Where nothing is rehearsed."""
+    for error in on_ranks(partial(train, weighted_above_the_median), 2, kind):
+        assert "compares samples with a statistic" in error
 
 
 @pytest.mark.parametrize("loss_of", [weighted_above_the_median, limited, of_large_labels])

@@ -21,6 +21,7 @@ from hf_ga.loading import workers
 from hf_ga.order.order import epoch_order
 from hf_ga.recovery import signals
 from hf_ga.recovery.signals import stop_requests
+from hf_ga.run import STOPPED
 
 
 @pytest.fixture(autouse=True)
@@ -218,9 +219,7 @@ def test_the_command_says_so_in_one_line_and_exits_with_75(place, tmp_path, monk
         if value is not None
     ]
     assert (
-        cli.finetune_main([flag for flag in flags if not flag.endswith("=False")])
-        == cli.STOPPED
-        == 75
+        cli.finetune_main([flag for flag in flags if not flag.endswith("=False")]) == STOPPED == 75
     )
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if "stopped" in line or "error" in line] == [

@@ -37,8 +37,8 @@ def sample_keys(seed: int, epoch: int, positions: np.ndarray) -> Tensor:
     Returns:
         int64, shape (samples,), on the CPU.
     """
-    epoch_key = signed(fold_in(Purpose.DROPOUT, seed, epoch))
-    return mixed(torch.from_numpy(np.array(positions, np.int64)) ^ epoch_key)
+    keys = fold_in(Purpose.DROPOUT, seed, epoch, np.array(positions, np.uint64))
+    return torch.from_numpy(keys.view(np.int64))
 
 
 def window_key(seed: int, epoch: int, window_index: int) -> Tensor:

@@ -10,13 +10,14 @@ micro-batches.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.compiler import is_compiling
 
 from hf_ga.model.forward import force_eager
 from hf_ga.model.outputs import named_tensors
@@ -28,7 +29,9 @@ ROUNDINGS = {"sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc"}
 STEPS = COMPARISONS | ROUNDINGS | {"relu", "leaky_relu", "hardtanh", "threshold", "abs", "l1_loss"}
 # Functions that choose between their arguments: steps where one of them is a statistic.
 LIMITS = {"clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "max", "min"}
-# Functions that put rows in another order, or take some of them.
+# Functions that take some rows of all, by their size.
+CHOICES = {"topk", "kthvalue"}
+# Functions that put rows in another order.
 ORDERS = {"sort", "argsort", "msort"}
 INDEXING = {"__getitem__", "index_select", "gather", "take", "masked_select"}
 # Functions whose result has the shape or the type of a tensor, but none of its values.
@@ -78,49 +81,62 @@ class Origin:
 
 
 class StatisticCheck:
-    """Watches what a loop computes in one micro-batch, between its forwards and its backward."""
+    """Watches what a loop computes in one micro-batch, between its forwards and its backward.
+
+    Attributes:
+        is_on: Whether it does in the current one.
+    """
 
     def __init__(self) -> None:
         """Start switched off."""
-        self._is_on = False
+        self.is_on = False
         self._num_samples = 0
         self._inputs: list[Tensor] = []  # with a row for each sample
         self._watched: list[weakref.ref[Tensor]] = []
+        self._eager = ExitStack()
         self._steps_at: dict[Node, frozenset[Step]] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch in the block. Compiled functions of the loop run eagerly: they do not take watched
-        tensors.
+    def watching(self, *, is_compiled: bool) -> Iterator[None]:
+        """Watch in the block, from the first output of a model on.
+
+        Args:
+            is_compiled: Whether models are compiled. If not, functions that call them run eagerly.
         """
-        self._is_on = True
+        self.is_on = True
         try:
-            with force_eager():
+            with nullcontext() if is_compiled else force_eager():
                 yield
         finally:
             self.stop()
-            self._is_on = False
+            self.is_on = False
             self._inputs = []
             self._steps_at = {}
 
     def stop(self) -> None:
         """Watch no longer, up to the next output: all watched tensors are plain ones again."""
+        if not self._watched:  # also where torch.compile traces this
+            return
         for reference in self._watched:
             tensor = reference()
             if tensor is not None:
                 _make_plain(tensor)
         self._watched = []
+        self._eager.close()
 
     def note_batch(self, batch: Any, num_samples: int) -> None:
         """Note a batch that the loop has."""
-        if self._is_on:
+        if self.is_on:
             self._num_samples = num_samples
             tensors = named_tensors(batch).values()
             self._inputs += [t for t in tensors if t.dim() and len(t) == num_samples]
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Watch outputs of models or of their layers, and the batch."""
-        if self._is_on:
+        """Watch outputs of models or of their layers, and the batch. Compiled functions run eagerly
+        from now on: they do not take watched tensors.
+        """
+        if not is_compiling() and self.is_on:
+            self._eager.enter_context(force_eager())
             for tensor in (*self._inputs, *outputs):
                 self._mark(tensor, Origin(self))
 
@@ -156,13 +172,14 @@ class StatisticCheck:
             numbers = given.union(*(origin.numbers for origin in origins))
         steps = frozenset[Step]().union(*(origin.steps for origin in origins))
         is_step = (is_mixed and name in STEPS) or (is_compared and name in LIMITS)
-        if is_step or (name == "topk" and values[0].dim() == 1):
+        is_row = self._num_samples != 1 and self._is_one_row(values[0])
+        if is_step or (name in CHOICES and is_row):
             steps |= {Step(name, numbers, is_mixed=True)}
         elif name == "__getitem__" and _is_part_of_order(values[0], results[0]):
             steps |= {Step(origins[0].order, numbers, is_mixed=True)}
         elif numbers and name in STEPS | LIMITS:
             steps |= {Step(name, numbers, is_mixed=False)}
-        order = name if name in ORDERS and values[0].dim() == 1 else None
+        order = name if name in ORDERS and is_row else None
         origin = Origin(self, is_mixed=is_mixed, order=order, numbers=numbers, steps=steps)
         for result in results:
             if steps and result.grad_fn is not None:
@@ -172,6 +189,11 @@ class StatisticCheck:
             self._mark(
                 result, replace(origin, is_statistic=is_statistic, is_mixed=is_mixed or is_rank)
             )
+
+    def _is_one_row(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a row, or a column, of numbers of several samples."""
+        is_column = tensor.numel() == self._num_samples and self._num_samples in tensor.shape
+        return tensor.dim() == 1 or is_column
 
     def _is_statistic(self, name: str, values: Sequence[Tensor], result: Tensor) -> bool:
         """Whether a result is one number of several samples, and not one that was taken of them."""

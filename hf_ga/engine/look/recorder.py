@@ -1,7 +1,7 @@
 """Records what the models return in a micro-batch, and finds where a loss has rows of samples."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -14,20 +14,13 @@ from hf_ga.engine.checks.statistic_check import StatisticCheck, Step
 from hf_ga.engine.look.inside import BackwardCode, nodes_below
 from hf_ga.loss.nodes.saved import inputs, output_shape
 from hf_ga.loss.penalty import PARAMETER, Penalties
+from hf_ga.model.forward import is_compiled, unwrapped
 from hf_ga.model.hooks import Hook
 from hf_ga.model.outputs import named_tensors
+from hf_ga.model.override import override
 
 MAX_NODES = 200  # of the graph that are searched for edges with rows of samples
 MAX_EDGES = 16
-# Nodes of functions that choose among values by their size.
-CHOICES = {
-    "KthvalueBackward0": "torch.kthvalue",
-    "MaxBackward0": "torch.max",
-    "MedianBackward1": "torch.median",
-    "MinBackward0": "torch.min",
-    "SortBackward0": "torch.sort",
-    "TopkBackward0": "torch.topk",
-}
 Place = Hashable  # which output, or (`INSIDE`, which edge)
 INSIDE = "inside"
 
@@ -91,34 +84,61 @@ class OutputRecorder:
         self.backward_code.clear()
 
     @contextmanager
-    def recording(self, models: Sequence[nn.Module], *, with_submodules: bool) -> Iterator[None]:
-        """Record the outputs of these models (without wrappers) in the block."""
-        handles = []
-        for model in models:
-            if with_submodules:
-                layers = [
-                    module
-                    for module in model.modules()
-                    if module is not model and not list(module.children())
-                ]
-                handles += [
-                    layer.register_forward_hook(Hook(self._record_inner)) for layer in layers
-                ]
-                # The loss that a model computes itself comes after its last layer with weights.
-                with_weights = [layer for layer in layers if layer._parameters]
-                handles += [
-                    layer.register_forward_hook(Hook(self._watch_inner))
-                    for layer in with_weights[-1:]
-                ]
-                handles.append(model.register_forward_pre_hook(Hook(self._stop_watching)))
-            handles.append(model.register_forward_hook(Hook(self._record)))
+    def recording(self, models: Sequence[nn.Module], *, with_layers: bool) -> Iterator[None]:
+        """Record the outputs of these prepared models, and of their layers, in the block."""
+        with ExitStack() as stack:
+            stack.callback(self.clear)
+            for model in map(unwrapped, models):  # in the wrapper of torch.compile, if it has one
+                # torch.compile would trace hooks of submodules.
+                if with_layers and not is_compiled(model):
+                    stack.enter_context(self._recording_inside(model))
+                stack.enter_context(self._recording_outputs(model))
+            stack.enter_context(self.backward_code.recording())
+            yield
+
+    @contextmanager
+    def _recording_inside(self, model: nn.Module) -> Iterator[None]:
+        """Record the outputs of the layers of a model in the block."""
+        layers = [
+            module
+            for module in model.modules()
+            if module is not model and not list(module.children())
+        ]
+        # The loss that a model computes itself comes after its last layer with weights.
+        with_weights = [layer for layer in layers if layer._parameters]
+        handles = [layer.register_forward_hook(Hook(self._record_inner)) for layer in layers]
+        handles += [
+            layer.register_forward_hook(Hook(self._watch_inner)) for layer in with_weights[-1:]
+        ]
         try:
-            with self.backward_code.recording():
-                yield
+            yield
         finally:
             for handle in handles:
                 handle.remove()
-            self.clear()
+
+    @contextmanager
+    def _recording_outputs(self, model: nn.Module) -> Iterator[None]:
+        """Record the outputs of a model in the block. It is given plain tensors."""
+        compiled = model._compiled_call_impl
+        if compiled is not None:
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                """Call a model that is compiled as a whole, whose hooks are traced."""
+                self._stop_watching(model, args)
+                outputs = compiled(*args, **kwargs)
+                self._record(model, args, outputs)
+                return outputs
+
+            with override(model, _compiled_call_impl=call):
+                yield
+            return
+        before = model.register_forward_pre_hook(Hook(self._stop_watching))
+        after = model.register_forward_hook(Hook(self._record))
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
 
     def _stop_watching(self, module: nn.Module, args: tuple) -> None:
         """Let a model take plain tensors; a forward pre-hook."""
@@ -252,21 +272,4 @@ def _edges_with_rows(nodes: Sequence[Node], num_samples: int) -> list[Watched]:
             found.append(Watched([GradientEdge(node, 0)], None, [Arrangement(0, "one")], kind))
         if len(found) == MAX_EDGES:
             break
-    return found
-
-
-def choices_among_samples(nodes: Sequence[Node], num_samples: int) -> set[str]:
-    """Return the functions below a term that choose among one number for each sample, such as the
-    largest losses. Samples that are chosen both times by luck do not show it.
-
-    Args:
-        nodes: The nodes of the term.
-        num_samples: Number of samples of the micro-batch.
-    """
-    found = set()
-    for node in nodes_below(nodes, MAX_NODES):
-        if node.name() in CHOICES:
-            shapes = [output_shape(child, index) for child, index in inputs(node)]
-            if shapes == [(num_samples,)]:
-                found.add(CHOICES[node.name()])
     return found

@@ -6,20 +6,6 @@ from hf_ga.engine.look.rehearsal import Difference, is_inside
 from hf_ga.errors import LossNotAdditive
 
 
-def chosen_among_samples(term: str, function: str) -> LossNotAdditive:
-    """Return the error for a function that chooses among samples.
-
-    Args:
-        term: The term of the loss, in words.
-        function: The function.
-    """
-    return LossNotAdditive(
-        f"{term}: {function} chooses among the losses of samples, so a sample's loss depends on "
-        "the other samples of its micro-batch, and no split of the window is the full batch. "
-        "Choose in the dataset, or over the whole window with whole_batch."
-    )
-
-
 def compared_with_statistic(term: str, function: str) -> LossNotAdditive:
     """Return the error for samples that are compared with a statistic of their micro-batch.
 

@@ -55,7 +55,6 @@ class Rehearsal:
         positions: Positions of the rehearsed samples in the epoch.
         is_compared: Whether any came again. They do not in a window that is one micro-batch.
         uncompared: The terms of which no sample was found again in the window.
-        choices: (term, function that chooses among the samples), of the rehearsal.
         numbers: For each term and function that compares its samples with numbers, these numbers.
         widths: `widths_of` its batch.
         widths_now: Those of the micro-batch that is compared with it.
@@ -72,7 +71,6 @@ class Rehearsal:
         self.positions: set[int] = set()
         self.is_compared = False
         self.uncompared: set[TermKey] = set()
-        self.choices: set[tuple[TermKey, str]] = set()
         self.numbers: dict[tuple[TermKey, str], set[frozenset[float]]] = {}
         self.widths: list[torch.Size] = []
         self.widths_now: list[torch.Size] = []

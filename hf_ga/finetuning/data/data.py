@@ -18,9 +18,8 @@ from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
 from hf_ga.finetuning.data.encoding.choices import encode_choices
-from hf_ga.finetuning.data.encoding.labels import encode_labels
-from hf_ga.finetuning.data.encoding.masking import KeyedMasks, mask_tokens
-from hf_ga.finetuning.data.encoding.numeric import RULES, encode_numbers
+from hf_ga.finetuning.data.encoding.labels import RULES, encode_labels, encode_numbers
+from hf_ga.finetuning.data.encoding.masking import MaskedSamples
 from hf_ga.finetuning.data.encoding.spans import encode_answers
 from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
@@ -28,8 +27,8 @@ from hf_ga.finetuning.data.encoding.tokenization import (
     split_into_blocks,
 )
 from hf_ga.finetuning.data.formats.corpus import SPLITS
+from hf_ga.finetuning.data.formats.documents import flatten_articles
 from hf_ga.finetuning.data.formats.files import load_files, wrap_read_errors
-from hf_ga.finetuning.data.formats.squad import flatten_articles
 from hf_ga.finetuning.data.options import DataOptions, as_list
 from hf_ga.finetuning.data.sources import first_rows, load_rows
 from hf_ga.finetuning.data.streamed import StreamedSamples
@@ -48,6 +47,16 @@ _LOSS_COLUMNS = (
     "start_positions",
     "end_positions",
     "weight",
+)
+# Columns that the log counts.
+_NOTED_COLUMNS = (
+    "length",
+    "num_targets",
+    "was_truncated",
+    "window_index",
+    "answers",
+    "answer_is_lost",
+    "notes",
 )
 # Part of the cache key of tokenized rows: increment when the columns of samples change.
 _CACHE_VERSION = 7
@@ -95,34 +104,28 @@ class PreparedData:
     def collate(self) -> partial:
         """The collate function of the task with all its settings: samples -> keyword arguments of
         the model.
-
-        Raises:
-            ConfigError: If the task is masked-lm and the tokenizer has no mask token.
         """
         settings: dict[str, Any] = {"pad_token_id": self.tokenizer.pad_token_id}
         if self.task.labels == "classes":
             settings["num_labels"] = len(self.labels)
-        if self.task.pipeline == "fill-mask":
-            if self.tokenizer.mask_token_id is None:
-                raise ConfigError(
-                    "masked-lm needs a tokenizer with a mask token, but this one has none: use a "
-                    "BERT-like model."
-                )
-            settings["mask"] = partial(
-                mask_tokens,
-                special_ids=self.tokenizer.all_special_ids,
-                mask_token_id=self.tokenizer.mask_token_id,
-                vocab_size=len(self.tokenizer),
-                probability=self.options.mlm_probability,
-            )
         return partial(self.task.collate, **settings)
 
     def samples(self, split: str) -> Any:
         """Return the samples of a split for a `WindowLoader`: only the columns that the loss
-        depends on, and for a masked LM with a `mask_key` for each sample.
+        depends on. Those of a masked LM are masked.
+
+        Raises:
+            ConfigError: If the task is masked-lm and the tokenizer has no mask token.
         """
         dataset = _select_loss_columns(self.splits[split])
-        return KeyedMasks(dataset) if self.task.pipeline == "fill-mask" else dataset
+        if self.task.pipeline != "fill-mask":
+            return dataset
+        if self.tokenizer.mask_token_id is None:
+            raise ConfigError(
+                "masked-lm needs a tokenizer with a mask token, but this one has none: use a "
+                "BERT-like model."
+            )
+        return MaskedSamples(dataset, self.tokenizer, self.options.mlm_probability)
 
 
 def prepare_data(
@@ -391,29 +394,29 @@ def _notes_on_samples(samples: Dataset, name: str, data: PreparedData) -> list[s
     """Return lines for the log on how many rows of a split are truncated, skipped, without a
     target, without an answer, or rendered incompletely by a chat template; only counts above 0.
     """
-    lengths = np.asarray(samples["length"][:])
-    num_targets = np.asarray(samples["num_targets"][:])
-    # A row of question answering may have several samples: windows of its context.
-    is_first_window = np.ones(len(samples), bool)
-    if "window_index" in samples.column_names:
-        is_first_window = np.asarray(samples["window_index"][:]) == 0
-    num_rows = is_first_window.sum()
+    noted = [name for name in _NOTED_COLUMNS if name in samples.column_names]
+    table = samples.select_columns(noted).to_pandas()
+    num_rows = len(table)
     max_length = data.options.max_length
     from_left = " from the left" if data.tokenizer.truncation_side == "left" else ""
-    lacks_target = (num_targets == 0) & (lengths > 0)
+    is_empty = table["length"] == 0
     counts = {
-        f"truncated to {max_length} tokens{from_left}": sum(samples["was_truncated"][:]),
-        "skipped because they are empty or null": (lengths == 0).sum(),
-        "without a target (they do not contribute to the loss)": lacks_target.sum(),
+        f"truncated to {max_length} tokens{from_left}": table["was_truncated"].sum(),
+        "skipped because they are empty or null": is_empty.sum(),
+        "without a target (they do not contribute to the loss)": (
+            (table["num_targets"] == 0) & ~is_empty
+        ).sum(),
     }
-    if "answers" in samples.column_names:
+    if "answers" in table:
+        # A row may have several samples: windows of its context.
+        answers_of_rows = table["answers"][table["window_index"] == 0]
+        num_rows = len(answers_of_rows)
         lost = "trained as unanswerable, as no sample of max_length has their whole answer"
-        counts[lost] = sum(samples["answer_is_lost"][:])
-        has_answer = np.array([bool(texts) for texts in samples["answers"][:]], bool)
-        num_unanswered = (is_first_window & ~has_answer).sum()
-        counts["without an answer, so trained as unanswerable"] = num_unanswered
-    if "notes" in samples.column_names:  # what the chat template omits from each row
-        counts |= Counter(note for notes in samples["notes"][:] for note in notes.splitlines())
+        counts[lost] = table["answer_is_lost"].sum()
+        unanswered = "without an answer, so trained as unanswerable"
+        counts[unanswered] = (answers_of_rows.map(len) == 0).sum()
+    if "notes" in table:  # what the chat template omits from each row
+        counts |= Counter(note for notes in table["notes"] for note in notes.splitlines())
     lines = [
         f"{name}: {count:,} of {num_rows:,} rows {what}" for what, count in counts.items() if count
     ]

@@ -7,6 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.finetuning.data.data import PreparedData
+from hf_ga.finetuning.data.sources import first_rows
 from hf_ga.loading.batches import IGNORED_LABEL
 
 WIDTH = 80  # characters of a line
@@ -28,9 +29,7 @@ def sample_lines(data: PreparedData, count: int | None) -> list[list[str]]:
     """
     if data.task.pipeline != "text-generation" or "train" not in data.splits:
         return []
-    train = data.splits["train"]
-    num_samples = min(len(train), 1 if count is None else count)
-    samples = [train[i] for i in range(num_samples)]
+    samples = first_rows(data.splits["train"], 1 if count is None else count)
     parts_of_samples = [split_at_targets(sample, data.tokenizer) for sample in samples]
     return [_to_lines(parts, is_abridged=count is None) for parts in parts_of_samples]
 

@@ -8,8 +8,7 @@ from datasets import ClassLabel, IterableDataset
 
 from hf_ga.finetuning.data.checks import check_values
 from hf_ga.finetuning.data.columns import select_by_role
-from hf_ga.finetuning.data.encoding.labels import CLASS_RULE, labels_to_ids
-from hf_ga.finetuning.data.encoding.numeric import read_numbers
+from hf_ga.finetuning.data.encoding.labels import CLASS_RULE, labels_to_ids, read_numbers
 from hf_ga.finetuning.data.formats.files import wrap_read_errors
 
 BATCH_SIZE = 100  # rows that are tokenized together

@@ -4,6 +4,7 @@ default model and metrics.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,72 +26,28 @@ from transformers import (
 
 from hf_ga.finetuning.data.encoding import choices, collation, pairs, spans, tokenization
 
-
-def small_gpt(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """Return the configuration of a GPT-2 of about 1.3 million parameters, the default model of
-    causal language modeling.
-
-    Args:
-        tokenizer: Its vocabulary size and special tokens are used.
-        max_length: Maximum number of tokens of a sample; the model has at least 256 positions.
-    """
-    return GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=max(256, max_length),
-        n_embd=128,
-        n_layer=4,
-        n_head=4,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-
-
-def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """Return the configuration of a BERT of about 1.3 million parameters, the default model of
-    tasks with an encoder.
-
-    Args:
-        tokenizer: Its vocabulary size and padding token are used.
-        max_length: Maximum number of tokens of a sample; the model has at least 256 positions.
-    """
-    return BertConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=max(256, max_length),
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=512,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-
-
-def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """Return the configuration of a BART of about 1.7 million parameters, the default model of
-    seq2seq. (A T5 of this size, with initial embeddings 50 times larger, learns more slowly.)
-
-    Args:
-        tokenizer: Its vocabulary size and special tokens are used.
-        max_length: Maximum number of tokens of a sample; the model has at least 256 positions.
-    """
-    return BartConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=max(256, max_length),
-        d_model=128,
-        encoder_layers=3,
-        decoder_layers=3,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=512,
-        decoder_ffn_dim=512,
-        attention_dropout=0.1,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.eos_token_id,
-        # BART's default is an id of BART's vocabulary.
-        forced_eos_token_id=None,
-    )
+# Sizes of the default models: 1.3 million parameters, BART 1.7 million. (A T5 of this size, with
+# initial embeddings 50 times larger, learns more slowly.)
+SMALL_GPT = partial(GPT2Config, hidden_size=128, num_hidden_layers=4, num_attention_heads=4)
+SMALL_BERT = partial(
+    BertConfig,
+    hidden_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=512,
+)
+SMALL_BART = partial(
+    BartConfig,
+    d_model=128,
+    encoder_layers=3,
+    decoder_layers=3,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=512,
+    decoder_ffn_dim=512,
+    attention_dropout=0.1,
+    forced_eos_token_id=None,  # BART's default is an id of BART's vocabulary
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +65,8 @@ class Task:
             such as `tokenization.tokenize_causal`.
         collate: Function (samples, settings) -> batch, such as `collation.collate_causal`;
             `PreparedData.collate` binds its settings.
-        small_config: Function (tokenizer, max_length) -> configuration of the default model.
+        small_config: Function (vocabulary, positions and special tokens, as keywords) ->
+            configuration of the default model.
         problem_type: The `problem_type` of transformers for a sequence classifier, which selects
             its loss.
         metrics: Names of the metrics besides the loss.
@@ -121,7 +79,7 @@ class Task:
     labels: str
     tokenize: Callable[[dict[str, list], PreTrainedTokenizerBase, int | None], dict[str, list]]
     collate: Callable[..., dict[str, Tensor]] = collation.collate_samples
-    small_config: Callable[[PreTrainedTokenizerBase, int], PretrainedConfig] = small_bert
+    small_config: Callable[..., PretrainedConfig] = SMALL_BERT
     problem_type: str | None = None
     metrics: tuple[str, ...] = ()
     generated_metrics: tuple[str, ...] = ()
@@ -135,7 +93,7 @@ TASKS: dict[str, Task] = {
         labels="none",
         tokenize=tokenization.tokenize_causal,
         collate=collation.collate_causal,
-        small_config=small_gpt,
+        small_config=SMALL_GPT,
         pipeline="text-generation",
         lora_type="CAUSAL_LM",
     ),
@@ -143,7 +101,6 @@ TASKS: dict[str, Task] = {
         auto_class=AutoModelForMaskedLM,
         labels="none",
         tokenize=tokenization.tokenize_masked,
-        collate=collation.collate_masked,
         pipeline="fill-mask",
         lora_type=None,
     ),
@@ -198,7 +155,7 @@ TASKS: dict[str, Task] = {
         auto_class=AutoModelForSeq2SeqLM,
         labels="target",
         tokenize=tokenization.tokenize_targets,
-        small_config=small_bart,
+        small_config=SMALL_BART,
         generated_metrics=("exact_match", "rouge1", "rouge2", "rougeL"),
         pipeline="text2text-generation",
         lora_type="SEQ_2_SEQ_LM",

@@ -31,7 +31,6 @@ from hf_ga.finetuning.run.model.adapters import add_adapters, freeze
 from hf_ga.finetuning.run.model.embeddings import check_embedding, evaluate_embeddings, window_loss
 from hf_ga.finetuning.run.model.models import (
     complete_config,
-    empty_model,
     known_labels,
     load_base_config,
     load_model,
@@ -66,18 +65,19 @@ LOCATIONS = (
 # estimate): as much as 1,900 rows save. Larger models save more.
 MIN_ROWS_TO_COMPILE = 2000
 NO_LIMIT = 2**62  # `max_windows` of a run whose length is given in steps
-# Flags that may change when a run is resumed, because they do not affect its results, by reason.
-FREE_TO_CHANGE = {
-    "outputs": """output_dir report_to run_name project save_steps save_total_limit push_to_hub
-        hub_model_id hub_private_repo predict_file max_predict_samples show_samples""",
-    "evaluations": "eval_steps per_device_eval_batch_size predict_with_generate max_new_tokens "
-    "num_beams early_stopping_patience",
-    "resuming": "resume_from_checkpoint resume_with_changes on_nonfinite",
-    "speed and memory": "dataloader_num_workers full_determinism gradient_checkpointing "
-    "torch_compile fsdp_reduce_each_micro_batch",
-    "checked as `window_size` and `chunks`": """per_device_train_batch_size
-        gradient_accumulation_steps global_batch_size max_tokens_per_micro_batch same_bits""",
-}
+# Flags that may change when a run is resumed, because they do not affect its results: outputs;
+# evaluations; resuming; speed and memory; and those that are checked as `window_size` and `chunks`.
+FREE_TO_CHANGE = """
+    output_dir report_to run_name project save_steps save_total_limit push_to_hub hub_model_id
+    hub_private_repo predict_file max_predict_samples show_samples
+    eval_steps per_device_eval_batch_size predict_with_generate max_new_tokens num_beams
+    early_stopping_patience
+    resume_from_checkpoint resume_with_changes on_nonfinite
+    dataloader_num_workers full_determinism gradient_checkpointing torch_compile
+    fsdp_reduce_each_micro_batch
+    per_device_train_batch_size gradient_accumulation_steps global_batch_size
+    max_tokens_per_micro_batch same_bits
+"""
 
 
 def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions: Any) -> Setup:
@@ -170,7 +170,8 @@ def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
     model, new_weights = loaded or (None, [])
     new_weights = broadcast_from_main(setup.accelerator, new_weights)
     if model is None:
-        model = _trainable(setup, empty_model(setup), new_weights)
+        model, _ = load_model(setup, is_empty=True)
+        model = _trainable(setup, model, new_weights)
     return model, new_weights
 
 
@@ -334,12 +335,10 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
     from a checkpoint.
     """
     config = setup.config
-    free = {name for names in FREE_TO_CHANGE.values() for name in names.split()}
+    free = FREE_TO_CHANGE.split()
     identity = {name: value for name, value in config.to_dict().items() if name not in free}
     for flag in LOCATIONS:
-        names = [_without_folder(location) for location in as_list(identity[flag])]
-        if names:
-            identity[flag] = names if len(names) > 1 else names[0]
+        identity[flag] = list(map(_without_folder, as_list(identity[flag])))
     identity["window_size"] = window_size
     identity["chunks"] = None
     if config.same_bits:

@@ -5,7 +5,7 @@ All processes run it together; the main process writes and prints.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
 
-NUM_CLASSES = 20  # whose rows and weights are printed, at most; summary.json has all weights
+NUM_CLASSES = 20  # whose rows are printed, at most
 
 
 def finetune(
@@ -147,12 +147,16 @@ def _prepare_and_print(
         setup = prepare_setup(config, accelerator, **functions)
         if config.predict_file is not None:
             setup.unlabelled = prepare_unlabelled(setup.data)
-    check_agreement(accelerator, "data", _hash_of_samples(setup.data))
-    print_fact(accelerator, "data", setup.data.description, *setup.data.notes)
-    for lines in sample_lines(setup.data, config.show_samples):
+    # Samples, labels, and lengths, on which the split into micro-batches depends.
+    data = setup.data
+    lengths = [np.asarray(samples["length"][:]) for samples in data.splits.values()]
+    of_samples = Hasher.hash([data.content_hash, data.labels, lengths])
+    check_agreement(accelerator, "data", of_samples)
+    print_fact(accelerator, "data", data.description, *data.notes)
+    for lines in sample_lines(data, config.show_samples):
         print_fact(accelerator, "sample", *lines)
-    for line in _lines_on_classes(setup):
-        print_fact(accelerator, "classes", line)
+    if data.task.labels == "class" and "train" in data.splits and not config.streaming:
+        print_fact(accelerator, "classes", _count_classes(data))
     return setup
 
 
@@ -191,31 +195,14 @@ def _train(setup: Setup) -> dict[str, Any]:
     return _finish(run, progress, seconds=time.perf_counter() - start)
 
 
-def _lines_on_classes(setup: Setup) -> list[str]:
-    """Return the lines of a run's log on classes: in text classification (unless rows are
-    streamed), how many training rows each class has; if the loss has class weights, these.
-    """
-    lines = []
-    data = setup.data
-    train = data.splits.get("train")
-    if data.task.labels == "class" and train is not None and data.stream is None:
-        counts = Counter(train["label"][:])
-        lines.append(_list_classes(f"{name} {counts[i]}" for i, name in enumerate(data.labels)))
-    if setup.class_weights:
-        weights = [f"{label} {weight:.4g}" for label, weight in setup.class_weights.items()]
-        lines.append(f"weights {_list_classes(weights)}")
-    return lines
-
-
-def _list_classes(items: Iterable[str]) -> str:
-    """Join a text for each class by commas, for a run's log: the first `NUM_CLASSES` of them, and
-    the number of classes if there are more.
-    """
-    items = list(items)
-    listed = ", ".join(items[:NUM_CLASSES])
-    if len(items) > NUM_CLASSES:
-        listed += f", ... ({len(items)} classes)"
-    return listed
+def _count_classes(data: PreparedData) -> str:
+    """List how many training rows each class of a run has, for its log: the first classes."""
+    counts = Counter(data.splits["train"]["label"][:])
+    names = data.labels[:NUM_CLASSES]
+    listed = [f"{name} {counts[i]}" for i, name in enumerate(names)]
+    if len(data.labels) > len(names):
+        listed.append(f"... ({len(data.labels)} classes)")
+    return ", ".join(listed)
 
 
 def _print_plan(run: Run) -> None:
@@ -265,14 +252,6 @@ def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
         "memory ran out: use smaller batches (--per_device_train_batch_size; in evaluations "
         f"--per_device_eval_batch_size), or FSDP over more devices. {error} Then {then}."
     )
-
-
-def _hash_of_samples(data: PreparedData) -> str:
-    """Hash the data that all processes of a run must have loaded alike: the training samples, the
-    labels, and the lengths of all splits, on which the split into micro-batches depends.
-    """
-    lengths = [np.asarray(dataset["length"][:]) for dataset in data.splits.values()]
-    return Hasher.hash([data.content_hash, data.labels, lengths])
 
 
 def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:

@@ -155,12 +155,9 @@ def _train_on(
         "num_processes": run.accelerator.num_processes,
         "skipped": result.skipped,
     }
-    if result.nonfinite:
-        line["nonfinite"] = result.nonfinite
-    if result.retries:
-        line["retries"] = result.retries
-    if result.loss_scale is not None:
-        line["loss_scale"] = result.loss_scale
+    for name in ("nonfinite", "retries", "loss_scale"):
+        if getattr(result, name):
+            line[name] = getattr(result, name)
     return line, num_stopping > 0
 
 

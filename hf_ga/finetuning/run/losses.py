@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -119,16 +120,14 @@ def _balanced_weights(train: Dataset, labels: list[str]) -> list[float]:
     """Compute the weights of the flag `class_weights balanced`: targets / (classes x targets of the
     class), so that all classes have the same total weight in the loss.
     """
-    counts = np.zeros(len(labels), np.int64)
-    for rows in train.select_columns(["label"]).iter(batch_size=1000):
-        targets = np.hstack(rows["label"])
-        targets = targets[targets != IGNORED_LABEL]
-        counts += np.bincount(targets, minlength=len(labels))
-    missing = [label for label, count in zip(labels, counts, strict=True) if not count]
+    targets = np.hstack(train["label"][:])
+    targets = targets[targets != IGNORED_LABEL]
+    classes = np.arange(len(labels))
+    missing = [labels[i] for i in np.setdiff1d(classes, targets)]
     if missing:
         raise DataError(
             f"class_weights balanced divides by the number of targets of each class, but no train "
             f"row has the label {', '.join(missing)}: add such rows, or give class_weights "
             f"{len(labels)} numbers."
         )
-    return (counts.sum() / (len(labels) * counts)).tolist()
+    return compute_class_weight("balanced", classes=classes, y=targets).tolist()

@@ -108,21 +108,16 @@ def padding_ratio(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> 
     """
     window_size = windows.layout.window_size
     pads_to_window = windows.state.pad_to_window
-    if isinstance(windows, StreamLoader):
-        order = np.arange(len(lengths))
-    else:
+    order = np.arange(len(lengths))
+    if not isinstance(windows, StreamLoader):
         order = epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
     num_windows = max(1, min(MAX_PLANNED_WINDOWS, MAX_PLANNED_SAMPLES // window_size))
-    window_starts = range(0, len(lengths), window_size)
-    num_tokens = 0
+    planned = lengths[order[: num_windows * window_size]]
     num_padded_tokens = 0
-    for start in window_starts[:num_windows]:
-        window_lengths = lengths[order[start : start + window_size]]
+    for start in range(0, len(planned), window_size):
+        of_window = planned[start : start + window_size]
         # The padded length of a micro-batch whose longest sample is this one.
-        padded_lengths = window_lengths
-        if pads_to_window:
-            padded_lengths = np.full_like(window_lengths, window_lengths.max())
-        micro_batches = windows.splitter.plan(window_lengths, pads_to_window)
-        num_tokens += int(window_lengths.sum())
-        num_padded_tokens += padded_tokens(micro_batches, padded_lengths)
-    return num_padded_tokens / max(num_tokens, 1)
+        padded = np.full_like(of_window, of_window.max()) if pads_to_window else of_window
+        micro_batches = windows.splitter.plan(of_window, pads_to_window)
+        num_padded_tokens += padded_tokens(micro_batches, padded)
+    return num_padded_tokens / max(int(planned.sum()), 1)

@@ -25,7 +25,7 @@ from chats import (
 from test_data import prepared
 
 from hf_ga import DataError
-from hf_ga.finetuning.data.chat import usage
+from hf_ga.finetuning.data.chat import rendering
 from hf_ga.finetuning.data.chat.rendering import render_rows
 from hf_ga.finetuning.data.encoding.tokenization import tokenize_causal
 
@@ -158,7 +158,7 @@ def test_thoughts_that_are_left_out_are_counted(tmp_path):
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
     file = str(tmp_path / "d.jsonl")
     data = prepared(file, tokenizer_with(THINKING), max_length=512, validation_file=file)
-    assert f"train: 8 of 12 rows {usage.NO_THOUGHTS}" in data.notes
+    assert f"train: 8 of 12 rows {rendering.NO_THOUGHTS}" in data.notes
 
 
 def test_a_template_that_drops_the_last_thought_is_refused():
@@ -172,10 +172,10 @@ def test_a_template_that_drops_the_last_thought_is_refused():
             targets_of({"messages": [said("user", "2+2?"), answer]}, THOUGHTLESS)
     plain = turns("2+2?", "4", "Sure?", "Yes")
     assert targets_of({"messages": plain}, THOUGHTLESS) == ["4</s>", "Yes</s>"]
-    assert notes_of(plain, THOUGHTLESS) == (usage.OTHER_BEGINNING,)
+    assert notes_of(plain, THOUGHTLESS) == (rendering.OTHER_BEGINNING,)
     thought = [*turns("2+2?", "<think>add</think>4"), *turns("Sure?", "Yes")]
     assert targets_of({"messages": thought}, THOUGHTLESS) == ["4</s>", "Yes</s>"]
-    assert usage.NO_THOUGHTS in notes_of(thought, THOUGHTLESS)
+    assert rendering.NO_THOUGHTS in notes_of(thought, THOUGHTLESS)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
@@ -345,6 +345,6 @@ def test_results_may_be_written_in_another_way():
 
 def test_names_that_are_left_out_are_counted():
     named = [said("user", "Hi", name="Ann"), said("assistant", "Yes")]
-    assert notes_of(named, CHATML) == (usage.NO_NAMES,)
+    assert notes_of(named, CHATML) == (rendering.NO_NAMES,)
     assert notes_of(named, "{% for m in messages %}{{ m.name }}{% endfor %}" + CHATML) == ()
     assert notes_of(turns("Hi", "Yes"), CHATML) == ()

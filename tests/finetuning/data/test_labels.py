@@ -7,8 +7,11 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 from hf_ga import DataError
-from hf_ga.finetuning.data.encoding.labels import encode_labels, notes_on_similar_names
-from hf_ga.finetuning.data.encoding.numeric import encode_numbers
+from hf_ga.finetuning.data.encoding.labels import (
+    encode_labels,
+    encode_numbers,
+    notes_on_similar_names,
+)
 
 
 def split(labels, **columns):

@@ -7,7 +7,7 @@ from test_tokenization import encoder_tokenizer
 
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
-from hf_ga.finetuning.data.encoding.numeric import encode_numbers
+from hf_ga.finetuning.data.encoding.labels import encode_numbers
 from hf_ga.finetuning.data.encoding.pairs import (
     collate_pairs,
     text_id,

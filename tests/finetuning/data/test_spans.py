@@ -27,13 +27,10 @@ NONE = {"text": [], "answer_start": []}
 def asked(context, text=None, start=None, question="a b"):
     """A batch of one row, its answer the first place of the text unless told."""
     found = [] if text is None else [(text, context.index(text) if start is None else start)]
-    texts = [t for t, _ in found]
-    starts = [s for _, s in found]
     return {
         "question": [question],
         "context": [context],
-        "answer_texts": [texts],
-        "answer_starts": [starts],
+        "answers": [[{"text": t, "answer_start": s} for t, s in found]],
     }
 
 
@@ -167,13 +164,8 @@ def test_answers_of_all_shapes():
         {"question": "q", "context": None, "answers": None},
         {"question": "q", "context": "c", "answers": {"text": [""], "answer_start": [0]}},
     ]
-    expected = [(["d", "d e"], [2, 2]), ([], []), ([], []), ([], [])]
-    assert (
-        list(
-            zip(*(encoded(*rows)[name] for name in ("answer_texts", "answer_starts")), strict=True)
-        )
-        == expected
-    )
+    first = [{"text": "d", "answer_start": 2}, {"text": "d e", "answer_start": 2}]
+    assert encoded(*rows)["answers"][:] == [first, [], [], []]
 
 
 PLACE = "answers must be in their contexts"

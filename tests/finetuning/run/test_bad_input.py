@@ -545,6 +545,7 @@ CANNOT_BE_WRONG = {
     "gradient_checkpointing": "only the class of the built model knows whether it can",
     "fsdp_reduce_each_micro_batch": "says nothing where weights are not cut into shards",
     "allow_split_dependent_randomness": "only allows",
+    "torch_compile": "layers that cannot be compiled run as they are",
     "tf32": "only allows, on a GPU",
     "run_name": "any name",
     "project": "any name",

@@ -31,6 +31,7 @@ from runs import (
 )
 
 import hf_ga
+from hf_ga import run
 from hf_ga.finetuning.run.accelerator import check_sharded
 from hf_ga.finetuning.run.flags import cli
 from hf_ga.parallel import processes
@@ -398,10 +399,10 @@ def test_what_is_wrong_for_all_is_said_once(runs_of_two, place):
     assert not (place / "error").exists()
 
 
-@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("1", [cli.PATIENCE])])
+@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("1", [run.PATIENCE])])
 def test_the_others_wait_before_they_complain(rank, waits, monkeypatch):
     waited = []
-    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    monkeypatch.setattr(run.time, "sleep", waited.append)
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)

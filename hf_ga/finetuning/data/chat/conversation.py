@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.chat.messages import read_turn
+from hf_ga.finetuning.data.chat.messages import parse_json, read_turn, without_none
 from hf_ga.finetuning.data.chat.template import Message
-from hf_ga.finetuning.data.chat.values import parse_json, without_none
 
 PARAGRAPH = "\n\n"  # between the texts of an instruction
 CONVERSATION_RULE = "a conversation must be a list of messages, or JSON of one"

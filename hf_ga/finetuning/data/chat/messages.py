@@ -4,12 +4,13 @@ them.
 `datasets` fills keys that a row lacks with None, so None means absent everywhere.
 """
 
-from typing import Any
+import json
+from typing import Any, TypeVar
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.chat.calls import read_calls
 from hf_ga.finetuning.data.chat.template import Message
-from hf_ga.finetuning.data.chat.values import without_none
+
+T = TypeVar("T", list, dict)
 
 # Other names of roles -> the names that chat templates use.
 ROLES = {
@@ -48,6 +49,10 @@ MESSAGE_RULE = (
     "every message needs the strings role and content; prompts, completions, instructions and "
     "outputs must be strings"
 )
+CALL_KEYS = ("id", "type")  # keys of a call besides `function`
+FUNCTION_KEYS = ("name", "arguments")  # keys of `function`
+ARGUMENTS_RULE = "the arguments of a tool call must be a mapping, or JSON of one"
+CALLS_RULE = "tool_calls must be a list of calls, or JSON of one"
 
 
 def read_turn(raw_message: Any) -> tuple[Message, bool]:
@@ -147,3 +152,87 @@ def _is_target(loss_flags: dict[str, Any], role: str) -> bool:
             "the assistant can be learnt: remove it"
         )
     return False
+
+
+def read_calls(value: Any) -> list[dict[str, Any]]:
+    """Read the tool calls of a chat message.
+
+    Args:
+        value: A list of calls, a single call, or JSON of them. None: no call.
+
+    Returns:
+        `{"type": "function", "function": {"name": ..., "arguments": {...}}}` for each call, with
+        `id` if it has one.
+
+    Raises:
+        DataError: If a call has no name, unknown keys, or arguments that are not a dict.
+
+    >>> read_calls({"name": "add", "arguments": '{"x": 1}'})[0]["function"]
+    {'name': 'add', 'arguments': {'x': 1}}
+    """
+    return [_read_call(without_none(call)) for call in parse_json(value, list, CALLS_RULE)]
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """Convert a tool call of a dataset to the format of chat templates, see `read_calls`."""
+    other_keys = dict(call) if isinstance(call, dict) else {}
+    function = other_keys.pop("function", None)
+    if function is None:  # name and arguments without `function` around them
+        function = {key: other_keys.pop(key) for key in FUNCTION_KEYS if key in other_keys}
+    is_valid = (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and set(function) <= set(FUNCTION_KEYS)
+        and set(other_keys) <= set(CALL_KEYS)
+        and other_keys.get("type", "function") == "function"
+    )
+    if not is_valid:
+        raise DataError(
+            "a tool call must consist of id, type (function) and function, which has name and "
+            f"arguments, got {call!r:.200}"
+        )
+    # Arguments that are JSON, as OpenAI's, become a dict, as most templates expect.
+    arguments = parse_json(function.get("arguments"), dict, ARGUMENTS_RULE)
+    name_and_arguments = {"name": function["name"], "arguments": arguments}
+    return {**other_keys, "type": "function", "function": name_and_arguments}
+
+
+def parse_json(value: Any, kind: type[T], rule: str) -> T:
+    """Parse a value of a row of conversations as JSON if it is a string, and check its type.
+
+    Args:
+        value: The value. None, an empty string and JSON's null are an empty list or dict.
+        kind: list or dict. A dict stands for a list of one.
+        rule: What the value must be, the beginning of the error.
+
+    Raises:
+        DataError: If the value has another type, or is a string that is not valid JSON.
+
+    >>> parse_json('{"a": 1}', dict, "a must be given"), parse_json(None, list, "a must be given")
+    ({'a': 1}, [])
+    """
+    parsed = value or kind()
+    if isinstance(parsed, str):
+        try:
+            parsed = json.loads(parsed) or kind()
+        except ValueError as error:
+            raise DataError(f"{rule}, got {value!r:.80} ({error})") from error
+    if kind is list and isinstance(parsed, dict):
+        parsed = [parsed]
+    if not isinstance(parsed, kind):
+        raise DataError(f"{rule}, got {parsed!r:.80}")
+    return parsed
+
+
+def without_none(value: Any) -> Any:
+    """Return a copy of a value of a row of conversations without the keys of dicts whose value is
+    None, also in nested dicts and lists: `datasets` adds such keys to rows that lack them.
+
+    >>> without_none({"a": None, "b": [{"c": None, "d": 0}]})
+    {'b': [{'d': 0}]}
+    """
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_none(item) for item in value]
+    return value

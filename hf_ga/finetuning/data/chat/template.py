@@ -1,8 +1,10 @@
 """The chat template of a tokenizer, with the tools and the options of one row."""
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from jinja2 import TemplateError
@@ -76,3 +78,50 @@ class ChatTemplate:
             **{**self.tokenizer.special_tokens_map, **self.options},
         )
         return [(start, end) for start, end in spans[0]]
+
+
+def adapt_calls(messages: list[Message], template: ChatTemplate) -> list[Message]:
+    """Convert the tool calls of a conversation to the first format that its chat template can
+    render.
+
+    Most templates accept arguments as a dict and messages with calls but no content, as
+    transformers documents; some need arguments as JSON, or an empty content.
+
+    Returns:
+        The messages; unchanged if they have no calls, or if the template can render no format.
+    """
+    if not any("tool_calls" in message for message in messages):
+        return messages
+    for arguments_as_json, add_empty_content in product((False, True), repeat=2):
+        adapted = [
+            _adapt_message(message, arguments_as_json, add_empty_content) for message in messages
+        ]
+        if _can_render_calls(adapted, template):
+            return adapted
+    return messages
+
+
+def _adapt_message(message: Message, arguments_as_json: bool, add_empty_content: bool) -> Message:
+    """Convert the tool calls of a message to one of the formats that chat templates read."""
+    if "tool_calls" not in message:
+        return message
+    adapted = {"content": "", **message} if add_empty_content else dict(message)
+    if arguments_as_json:
+        adapted["tool_calls"] = []
+        for call in message["tool_calls"]:
+            function = dict(call["function"])
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            adapted["tool_calls"].append({**call, "function": function})
+    return adapted
+
+
+def _can_render_calls(messages: list[Message], template: ChatTemplate) -> bool:
+    """Return whether a chat template renders tool calls as it should: without an error, and without
+    Python's `repr` of a dict of arguments in the text.
+    """
+    text = template.try_render(messages)
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    dicts = [call["function"]["arguments"] or "" for call in calls]
+    return text is not None and not any(
+        isinstance(value, dict) and repr(value) in text for value in dicts
+    )

@@ -2,7 +2,7 @@
 is never a target.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,26 +97,6 @@ def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
     """
     with_labels = [{"labels": sample["input_ids"], **sample} for sample in samples]
     return collate_samples(with_labels, pad_token_id)
-
-
-def collate_masked(
-    samples: Samples, pad_token_id: int, mask: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-) -> dict[str, Tensor]:
-    """Collate token ids for a masked language model, and mask some of them.
-
-    Args:
-        samples: The samples of the batch, with `mask_key` (see `masking.KeyedMasks`).
-        pad_token_id: The id of the padding token.
-        mask: `masking.mask_tokens` with its settings; padding is among its special ids.
-
-    Returns:
-        The entries of `collate_ids` with masked ids, and int64 `labels` of shape (samples,
-        longest): the original ids of the targets, -100 elsewhere.
-    """
-    batch = collate_ids(samples, pad_token_id)
-    keys = torch.tensor([sample["mask_key"] for sample in samples])
-    inputs, labels = mask(batch["input_ids"], keys)
-    return {**batch, "input_ids": inputs, "labels": labels}
 
 
 def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> dict[str, Tensor]:

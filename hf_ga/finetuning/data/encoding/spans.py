@@ -15,18 +15,19 @@ import numpy as np
 import torch
 from datasets import Dataset, List, Value
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError
-from hf_ga.finetuning.data.checks import check_values
+from hf_ga.finetuning.data.checks import check_values, replace_column
 from hf_ga.finetuning.data.encoding.tokenization import Rows, check_fast, check_room
 
 T = TypeVar("T")
+ANSWER_KEYS = ("text", "answer_start")
 
 
 def encode_answers(dataset: Dataset, split: str) -> Dataset:
-    """Check the answers of question answering, and replace the column `answers` by `answer_texts`
-    and `answer_starts`: two lists per row, empty if there is no answer.
+    """Check the answers of question answering, and convert the column `answers` to a list of
+    {"text": ..., "answer_start": ...} per row, empty if there is no answer.
 
     Args:
         dataset: The rows of one split, with `answers` and `context`. Answers are a dict of two
@@ -41,41 +42,42 @@ def encode_answers(dataset: Dataset, split: str) -> Dataset:
     values = dataset["answers"][:]
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
     check_values(split, values, lambda value: _read_answers(value) is not None, rule=rule)
-    answers = [[answer for answer in _read_answers(value) if answer[0]] for value in values]
-    rule = "answers must be in their contexts at the 0-based character answer_start"
+    answers = list(map(_read_answers, values))
+    texts_and_starts = [[tuple(answer.values()) for answer in row] for row in answers]
     check_values(
         split,
-        list(zip(dataset["context"][:], answers, strict=True)),
+        list(zip(dataset["context"][:], texts_and_starts, strict=True)),
         lambda row: all(
             start >= 0 and (row[0] or "").startswith(text, start) for text, start in row[1]
         ),
-        rule=rule,
+        rule="answers must be in their contexts at the 0-based character answer_start",
         remedy="Fix these rows.",
     )
-    dataset = dataset.remove_columns("answers")
-    columns = {"answer_texts": "string", "answer_starts": "int64"}
-    for i, (name, dtype) in enumerate(columns.items()):
-        values = [[answer[i] for answer in row] for row in answers]
-        dataset = dataset.add_column(name, values, feature=List(Value(dtype)))
-    return dataset
+    feature = List({"text": Value("string"), "answer_start": Value("int64")})
+    return replace_column(dataset, "answers", answers, feature)
 
 
-def _read_answers(value: Any) -> list[tuple[str, int]] | None:
+def _read_answers(value: Any) -> list[dict[str, Any]] | None:
     """Read the answers of a question from either of SQuAD's formats, a dict of two lists or a list
-    of dicts, as (text, start character); None if they have another format.
+    of dicts, without empty ones; None if they have another format.
     """
+    value = value or []
     if isinstance(value, dict):
-        columns = [value.get(name) or [] for name in ("text", "answer_start")]
-        if not all(isinstance(column, list) for column in columns):
+        texts, starts = (value.get(name) or [] for name in ANSWER_KEYS)
+        if not (isinstance(texts, list) and isinstance(starts, list)):
             return None
-        answers = list(zip_longest(*columns))
-    else:
-        items = value or []
-        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            return None
-        answers = [(item.get("text"), item.get("answer_start")) for item in items]
-    is_valid = all(isinstance(text, str) and isinstance(start, int) for text, start in answers)
-    return answers if is_valid else None
+        pairs = zip_longest(texts, starts)
+        value = [dict(zip(ANSWER_KEYS, pair, strict=True)) for pair in pairs]
+    if not isinstance(value, list):
+        return None
+    answers = []
+    for answer in value:
+        match answer:
+            case {"text": str(text), "answer_start": int(start)}:
+                answers.append({"text": text, "answer_start": start})
+            case _:
+                return None
+    return [answer for answer in answers if answer["text"]]
 
 
 def tokenize_questions(
@@ -92,8 +94,8 @@ def tokenize_questions(
     sample of at most `max_length` tokens.
 
     Args:
-        rows: A batch of rows by column: `question`, `context` and optionally `answer_texts` and
-            `answer_starts`.
+        rows: A batch of rows by column: `question`, `context` and optionally `answers`, see
+            `encode_answers`.
         tokenizer: The tokenizer of the model, with offsets.
         max_length: Maximum number of tokens of a sample. None: no truncation.
         doc_stride: Number of context tokens that neighboring windows share. None: truncate.
@@ -133,33 +135,24 @@ def tokenize_questions(
         truncation="only_second" if max_length else False,
         max_length=max_length,
         stride=doc_stride or 0,
-        return_overflowing_tokens=True,
+        return_overflowing_tokens=doc_stride is not None,
         return_offsets_mapping=True,
         verbose=False,
     )
-    # The samples of a row are consecutive, so a binary search finds the first one of each row.
-    row_of_sample = np.array(encoded["overflow_to_sample_mapping"])
-    windows = np.arange(len(row_of_sample)) - np.searchsorted(row_of_sample, row_of_sample)
-    lacks_context = np.bincount(row_of_sample)[row_of_sample] > 1
-    # Without `doc_stride`, only the first window, which is the truncated context.
-    samples = np.flatnonzero((windows == 0) | (doc_stride is not None)).tolist()
-    columns: Rows = {}
-    # Per row: whether it has no answer, or its whole answer is in one of its samples.
-    is_complete = np.zeros(len(texts), bool)
-    for i in samples:
-        row = row_of_sample[i]
+    row_of_sample = encoded.get("overflow_to_sample_mapping", range(len(texts)))
+    samples: list[dict[str, Any]] = []
+    complete_rows = set()  # those without an answer, or with their whole answer in a sample
+    for i, row in enumerate(row_of_sample):
         ids = encoded["input_ids"][i] if any(texts[row]) else []
         starts, ends = _context_characters(encoded, i)
-        # The first answer, without surrounding spaces, as characters [start, end) of the context.
-        answer = None
-        if ids and "answer_texts" in rows and rows["answer_texts"][row]:
-            text = rows["answer_texts"][row][0]
-            start = rows["answer_starts"][row][0] + len(text) - len(text.lstrip())
-            answer = (start, start + len(text.strip()))
-        answer_tokens = answer and _tokens_of_answer(answer, starts, ends, lacks_context[i])
-        is_complete[row] |= answer is None or answer_tokens is not None
+        answers = rows["answers"][row] if ids and "answers" in rows else []
+        answer_tokens = _tokens_of_answer(encoded, i, **answers[0]) if answers else None
         no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
         first_token, last_token = answer_tokens or (no_answer, no_answer)
+        if answer_tokens or not answers:
+            complete_rows.add(row)
+        is_next_window = i > 0 and row_of_sample[i - 1] == row
+        is_cut = bool(ids) and doc_stride is None and bool(encoded.encodings[i].overflowing)
         sample = {
             "input_ids": ids,
             "starts": starts[: len(ids)],
@@ -169,18 +162,18 @@ def tokenize_questions(
             "no_answer": no_answer,
             "length": len(ids),
             "num_targets": int(bool(ids)),
-            "was_truncated": bool(ids and lacks_context[i] and doc_stride is None),
+            "was_truncated": is_cut,
             "context": rows["context"][row] or "",
-            "window_index": int(windows[i]),
+            "window_index": samples[-1]["window_index"] + 1 if is_next_window else 0,
         }
         if "token_type_ids" in encoded:
             sample["token_type_ids"] = encoded["token_type_ids"][i][: len(ids)]
-        if "answer_texts" in rows:
-            sample["answers"] = rows["answer_texts"][row]
-        for name, value in sample.items():
-            columns.setdefault(name, []).append(value)
-    lost = (windows == 0) & ~is_complete[row_of_sample]
-    return {**columns, "answer_is_lost": lost[samples].tolist()}
+        if "answers" in rows:
+            sample["answers"] = [answer["text"] for answer in rows["answers"][row]]
+        samples.append(sample)
+    for row, sample in zip(row_of_sample, samples, strict=True):
+        sample["answer_is_lost"] = sample["window_index"] == 0 and row not in complete_rows
+    return {name: [sample[name] for sample in samples] for name in samples[0]}
 
 
 def _check_windows(
@@ -222,19 +215,15 @@ def _context_characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _tokens_of_answer(
-    answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, lacks_context: bool
+    encoded: BatchEncoding, index: int, text: str, answer_start: int
 ) -> tuple[int, int] | None:
-    """Return the indices of the first and the last token that overlap the answer to a question, or
-    None if the sample (a window of the context) does not contain the whole answer.
+    """Return the indices of the first and the last token of an answer, without surrounding spaces,
+    or None if the sample (a window of the context) does not contain both.
     """
-    start, end = answer
-    is_context = starts >= 0
-    covered = np.flatnonzero(is_context & (starts < end) & (ends > start))
-    if not len(covered):
-        return None
-    if lacks_context and (starts[is_context].min() > start or ends.max() < end):
-        return None
-    return int(covered[0]), int(covered[-1])
+    start = answer_start + len(text) - len(text.lstrip())
+    first = encoded.char_to_token(index, start, sequence_index=1)
+    last = encoded.char_to_token(index, start + len(text.strip()) - 1, sequence_index=1)
+    return None if first is None or last is None else (first, last)
 
 
 @dataclass(frozen=True)
@@ -271,24 +260,18 @@ def best_span(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) 
         sample: A sample of `tokenize_questions`; its columns `starts`, `ends`, `context` and
             `no_answer` are used.
     """
-    starts = np.asarray(sample["starts"])
-    ends = np.asarray(sample["ends"])
-    start_scores = start_logits.double()
-    end_scores = end_logits.double()
+    starts = sample["starts"]
     no_answer = sample["no_answer"]
-    empty_score = float(start_scores[no_answer] + end_scores[no_answer])
-    context_tokens = torch.from_numpy(np.flatnonzero(starts >= 0))
-    num_tokens = len(context_tokens)
-    if not num_tokens:
-        return Span("", 0, 0, -math.inf, empty_score, -math.inf)
-    # scores[i, j] is that of the span from the i-th to the j-th token of the context.
-    scores = start_scores[context_tokens].unsqueeze(1) + end_scores[context_tokens]
-    ends_before_start = torch.ones(num_tokens, num_tokens).tril(-1).bool()
-    scores = scores.masked_fill(ends_before_start, -torch.inf)
+    is_context = torch.tensor(starts) >= 0
+    num_tokens = len(is_context)
+    # scores[i, j] is that of the span from the i-th to the j-th token.
+    scores = start_logits.double()[:num_tokens, None] + end_logits.double()[:num_tokens]
+    empty_score = float(scores[no_answer, no_answer])
+    is_span = (is_context[:, None] & is_context).triu()
+    scores = scores.masked_fill(~is_span, -torch.inf)
     i, j = divmod(int(scores.argmax()), num_tokens)
-    start = int(starts[context_tokens[i]])
-    end = int(ends[context_tokens[j]])
-    text = sample["context"][start:end]
+    start = int(starts[i])
+    text = sample["context"][start : sample["ends"][j]]
     # Byte-level tokens include the preceding space.
     start += len(text) - len(text.lstrip())
     return Span(

@@ -72,7 +72,10 @@ def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: 
             # The end token of a template is a target only within a turn.
             end_id = None if is_templated else tokenizer.eos_token_id
             labels = _labels(row, ids, encoded["offset_mapping"][i], end_id)
-        num_prefix = _num_prefix_tokens(ids, encoded["special_tokens_mask"][i], tokenizer)
+        # Special tokens at the beginning, which truncation keeps: those that the tokenizer added,
+        # or the begin-of-text token that a chat template wrote.
+        num_added = [*encoded["special_tokens_mask"][i], 0].index(0)
+        num_prefix = max(num_added, int(ids[:1] == [tokenizer.bos_token_id]))
         for name, values in (("input_ids", ids), ("labels", labels)):
             columns[name].append(truncate(values, max_length, side, num_prefix))
         full.append(ids)
@@ -440,17 +443,6 @@ def truncate(row: list[int], max_length: int | None, side: str, num_prefix: int 
         return row[:max_length]
     num_prefix = min(num_prefix, max_length)
     return [*row[:num_prefix], *row[len(row) - max_length + num_prefix :]]
-
-
-def _num_prefix_tokens(
-    ids: list[int], special_tokens_mask: list[int], tokenizer: PreTrainedTokenizerBase
-) -> int:
-    """Count the special tokens at the beginning of a sample, which truncation must keep: those that
-    the tokenizer added, or the begin-of-text token that a chat template wrote.
-    """
-    num_added = [*special_tokens_mask, 0].index(0)
-    begins_with_bos = ids[:1] == [tokenizer.bos_token_id]
-    return max(num_added, int(begins_with_bos))
 
 
 def make_samples(

@@ -1,6 +1,5 @@
-"""From the names of files, folders and datasets to rows.
+"""From the names of files and folders to rows.
 
-In: `--train_file`, `--dataset_name`. Out: `datasets.Dataset`s. Begin with named_datasets.py and
-files.py; delimited.py, documents.py (JSON) and squad.py know one format each, corpus.py is the
-embedded dataset.
+In: `--train_file`, `--dataset_name`. Out: `datasets.Dataset`s. Begin with files.py; delimited.py
+and documents.py (JSON, SQuAD) know one format each, corpus.py is the embedded dataset.
 """

@@ -77,17 +77,15 @@ def builder_options(path: str) -> tuple[dict[str, Any], str | None]:
 
 
 def _check_first_row(path: str, separator: str) -> None:
-    """Check that a CSV or TSV file has a first row, with no more fields than the header."""
+    """Check that the first row of a CSV or TSV file has no more fields than the header."""
     try:
-        header_and_first_row = pd.read_csv(path, sep=separator, header=None, nrows=2, dtype=str)
+        pd.read_csv(path, sep=separator, header=None, nrows=2, dtype=str)
     except pd.errors.ParserError as error:
         raise DataError(
             f"the rows of {path} have more fields than its header "
             f"({', '.join(column_names(path, separator))}), separated by {SEPARATORS[separator]}: "
             "put texts that contain the separator in double quotes, or name all columns."
         ) from error
-    if len(header_and_first_row) < 2:
-        raise DataError(f"{path} has no rows.")
 
 
 def check_quotes(path: str, rows: Dataset) -> None:

@@ -18,27 +18,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from datasets import Dataset
+from datasets.data_files import SPLIT_KEYWORDS
 
 from hf_ga.errors import DataError
 
 Row = dict[str, Any]
 # Split name (None if the object does not name splits) -> rows; where they were found, for the log.
 FoundRows = tuple[dict[str | None, list[Row]], str]
-# Key in a JSON file -> the split that it names.
-SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
-}
+# Key in a JSON file -> the split that it names, as in names of files.
+SPLIT_NAMES = {name: str(split) for split, names in SPLIT_KEYWORDS.items() for name in names}
 # Keys that every message of a conversation has: in OpenAI's format, and in ShareGPT's.
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
 LARGEST_EXACT = 2**53  # the floats up to it include all whole numbers
 _DATE = re.compile(r'"\s*\d{4}-\d\d-\d\d')  # how the string of a date begins
+PARAGRAPHS = "paragraphs"  # the column that has the paragraphs of an article
 
 
 def read_document(
@@ -275,3 +268,34 @@ def _read_rows(path: str, version: tuple[int, int]) -> Iterator[Row]:
         rows = json.loads(first_line + file.read())
     # As `datasets` does with a list of strings.
     yield from ({"text": row} if isinstance(row, str) else row for row in rows)
+
+
+def flatten_articles(dataset: Dataset) -> Dataset:
+    """Replace each article of SQuAD's nested format by a row per question; rows of another format
+    are returned unchanged.
+
+    An article is {"title": ..., "paragraphs": [{"context": ..., "qas": [question, ...]}, ...]}, and
+    a question {"id": ..., "question": ..., "answers": [{"text": ..., "answer_start": ...}, ...]}.
+    The `plausible_answers` of SQuAD 2 are not used. If no question has `answers`, the rows have no
+    such column.
+    """
+    paragraph = getattr(dataset.features.get(PARAGRAPHS), "feature", None)
+    if isinstance(paragraph, dict) and {"context", "qas"} <= paragraph.keys():
+        return to_dataset([row for article in dataset for row in _questions_in(article)])
+    return dataset
+
+
+def _questions_in(article: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each question of a SQuAD article."""
+    for paragraph in article[PARAGRAPHS] or ():
+        for question in paragraph["qas"] or ():
+            row = {
+                "id": question.get("id"),
+                "title": article.get("title"),
+                "question": question.get("question"),
+                "context": paragraph["context"],
+            }
+            answers = question.get("answers")
+            if answers is not None or question.get("is_impossible"):
+                row["answers"] = answers or []
+            yield row

@@ -5,7 +5,6 @@ after an error, or with code 75 after a stop by a signal.
 import difflib
 import json
 import sys
-import time
 from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -14,12 +13,11 @@ from typing import Any, NoReturn
 
 import datasets
 import yaml
-from accelerate.utils import get_int_from_env
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 from transformers.utils import logging
 
-from hf_ga.errors import ConfigError, HfGaError, RunStopped
+from hf_ga.errors import ConfigError
 from hf_ga.finetuning.data.options import flag_groups
 from hf_ga.finetuning.run.finetune import finetune
 from hf_ga.finetuning.run.flags.arguments import (
@@ -30,14 +28,10 @@ from hf_ga.finetuning.run.flags.arguments import (
     convert_script_flags,
 )
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
+from hf_ga.logs import is_main_process
+from hf_ga.run import exit_code
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-# Seconds that other processes wait, so that the main process can print an error of all ranks.
-PATIENCE = 5.0
-# Exit code after bad input or another error of hf_ga.
-ERROR = 2
-# Exit code after a stop by a signal; EX_TEMPFAIL of sysexits.h, which means: try again.
-STOPPED = 75
 EXIT_CODES = (
     "Exit codes: 0 done; 2 error, explained in one line; 75 stopped by SIGTERM, SIGINT (Ctrl-C), "
     "SIGUSR1 or SIGUSR2 and saved: resume with --resume_from_checkpoint auto. `accelerate launch` "
@@ -104,7 +98,7 @@ def parse_config(
         given["report_to"] = ",".join(trackers)
     config = config_class(**convert_script_flags(given))
     notes = adjust_to_script_flags(config, given)
-    if notes and _is_first_process():
+    if notes and is_main_process():
         print(f"{'flags':11}{'; '.join(notes)}")
     return config
 
@@ -187,27 +181,7 @@ def guarded(command: Callable[[Sequence[str]], int | None], arguments: Sequence[
     # transformers shows a progress bar for every file, datasets one for every split.
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    try:
-        return command(arguments) or 0
-    except RunStopped as stopped:
-        if _is_first_process():
-            print(stopped, file=sys.stderr)
-        return STOPPED
-    except HfGaError as error:
-        if not _is_first_process():
-            # If the error is on all ranks, the main process prints it meanwhile, and the launcher
-            # then stops this process before it prints the same line.
-            time.sleep(PATIENCE)
-        in_one_line = " ".join(str(error).split())
-        print("error:", in_one_line, file=sys.stderr)
-        return ERROR
-
-
-def _is_first_process() -> bool:
-    """Whether this process of the command `hf-ga` has rank 0, or is the only one. It can be called
-    before Accelerate is set up.
-    """
-    return get_int_from_env(["RANK"], 0) == 0
+    return exit_code(command, arguments)
 
 
 def _finetune(arguments: Sequence[str]) -> None:

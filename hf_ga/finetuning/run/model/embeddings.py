@@ -13,7 +13,6 @@ from hf_ga.embedding.losses import (
     InfoNCE,
     Matryoshka,
     WindowLoss,
-    truncate_embeddings,
     unit_vectors,
 )
 from hf_ga.embedding.model import LOG_TEMPERATURE
@@ -35,8 +34,8 @@ from hf_ga.model.forward import argument_filter, callable_module
 from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import call_on_main
 
-# Column of texts, such as `anchor` -> their vectors, shape (samples, dim). A learned temperature is
-# in it as `log_temperature`, shape ().
+# Column of texts, such as `anchor` -> their vectors, shape (samples, dim); a learned temperature is
+# `log_temperature`, shape ().
 Vectors = dict[str, Tensor]
 
 
@@ -120,9 +119,7 @@ def evaluate_embeddings(
         split: The name of the split.
 
     Returns:
-        `loss`, `num_targets` (the number of samples) and the metrics; for each of `matryoshka_dims`
-        that is smaller than the model's vectors, also a metric of truncated vectors, such as
-        `ndcg_at_10_dim_64` or `spearman_dim_64`.
+        `loss`, `num_targets` (the number of samples) and the metrics.
     """
     backend = backend_for(setup.accelerator)
     module = callable_module(model)
@@ -141,21 +138,21 @@ def evaluate_embeddings(
     return call_on_main(setup.accelerator, _compute_results, setup, gathered, split)
 
 
-def _join_vectors(micro_batches: list[tuple[np.ndarray, Vectors]]) -> Vectors:
+def _join_vectors(micro_batches: list[tuple[np.ndarray, Vectors]]) -> tuple[Vectors, Vectors]:
     """Concatenate the text vectors of all micro-batches of an evaluation of `--task embedding`,
-    each with the indices of its samples, in the order of the split.
+    each with the indices of its samples, in the order of the split; and return the scalars, which
+    are the same in all micro-batches: a learned temperature.
     """
-    sample_ids = np.concatenate([ids for ids, _ in micro_batches])
-    order = torch.from_numpy(np.argsort(sample_ids))
-    _, first_vectors = micro_batches[0]
+    sample_ids, outputs = zip(*micro_batches, strict=True)
+    order = torch.from_numpy(np.argsort(np.concatenate(sample_ids)))
     joined = {}
-    for name, value in first_vectors.items():
+    scalars = {}
+    for name, value in outputs[0].items():
         if value.dim() > 0:
-            joined[name] = torch.cat([vectors[name] for _, vectors in micro_batches])[order]
+            joined[name] = torch.cat([vectors[name] for vectors in outputs])[order]
         else:
-            # The learned temperature, which is the same in all micro-batches.
-            joined[name] = value
-    return joined
+            scalars[name] = value
+    return joined, scalars
 
 
 def _compute_results(
@@ -166,31 +163,26 @@ def _compute_results(
     """
     data = setup.data
     dataset = data.splits[split]
-    vectors = send_to_device(_join_vectors(micro_batches), setup.accelerator.device)
+    joined = _join_vectors(micro_batches)
+    vectors, scalars = send_to_device(joined, setup.accelerator.device)
     text_ids = torch.tensor(dataset["text_ids"][:])
     batch: dict[str, Tensor] = {}
     for index, name in enumerate(names_of_texts(text_ids.shape[1])):
         batch[f"text_id_{name}"] = text_ids[:, index]
     if has_scores(data):
         batch["score"] = torch.tensor(dataset["label"][:], dtype=torch.float32)
-    loss = _mean_loss(window_loss(setup.config, data), vectors, batch)
+    loss = _mean_loss(window_loss(setup.config, data), vectors, scalars, batch)
     results = {"loss": loss, "num_targets": float(len(dataset))}
     if setup.compute_metrics is not None:
-        # The learned temperature is a scalar and is not passed on.
-        arrays = tuple(value.cpu().numpy() for value in vectors.values() if value.dim() > 0)
+        arrays = tuple(value.cpu().numpy() for value in vectors.values())
         scores = batch["score"].numpy() if has_scores(data) else None
         return compute_user_metrics(setup, EvalPrediction(arrays, scores)) | results
-    results |= _compute_metrics(vectors, batch)
-    main_metric = "spearman" if has_scores(data) else "ndcg_at_10"
-    full_dim = vectors["anchor"].shape[-1]
-    for dim in setup.config.matryoshka_dims or ():
-        if dim < full_dim:
-            metrics = _compute_metrics(truncate_embeddings(vectors, dim), batch)
-            results[f"{main_metric}_dim_{dim}"] = metrics[main_metric]
-    return results
+    return results | _compute_metrics(vectors, batch)
 
 
-def _mean_loss(loss: WindowLoss, vectors: Vectors, batch: dict[str, Tensor]) -> float:
+def _mean_loss(
+    loss: WindowLoss, vectors: Vectors, scalars: Vectors, batch: dict[str, Tensor]
+) -> float:
     """Compute, in an evaluation of `--task embedding`, the loss of each group of 256 consecutive
     samples, and return the mean, weighted by the number of samples in a group.
     """
@@ -199,13 +191,9 @@ def _mean_loss(loss: WindowLoss, vectors: Vectors, batch: dict[str, Tensor]) -> 
     total = 0.0
     for start in range(0, num_samples, EVALUATION_WINDOW):
         group = slice(start, start + EVALUATION_WINDOW)
-        group_vectors = {
-            # A learned temperature is a scalar.
-            name: value[group] if value.dim() > 0 else value
-            for name, value in vectors.items()
-        }
+        of_group = {name: value[group] for name, value in vectors.items()}
         group_batch = {name: value[group].to(device) for name, value in batch.items()}
-        total += float(loss(group_vectors, group_batch)) * len(group_vectors["anchor"])
+        total += float(loss(of_group | scalars, group_batch)) * len(of_group["anchor"])
     return total / num_samples
 
 
@@ -213,7 +201,7 @@ def _compute_metrics(vectors: Vectors, batch: dict[str, Tensor]) -> dict[str, fl
     """Compute the metrics of `--task embedding` for a split: Spearman's correlation for pairs with
     a score, otherwise retrieval metrics.
     """
-    units = {name: unit_vectors(value) for name, value in vectors.items() if value.dim() > 0}
+    units = {name: unit_vectors(value) for name, value in vectors.items()}
     if "score" in batch:
         return {"spearman": spearman(units["anchor"], units["positive"], batch["score"])}
     document_columns = [name for name in units if name != "anchor"]

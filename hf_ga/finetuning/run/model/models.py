@@ -4,7 +4,6 @@ name, create small ones.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -146,7 +145,15 @@ def complete_config(
     """
     model_config = base_config
     if model_config is None:
-        model_config = data.task.small_config(data.tokenizer, config.sequence_length)
+        tokenizer = data.tokenizer
+        model_config = data.task.small_config(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=max(256, config.sequence_length),
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            decoder_start_token_id=tokenizer.eos_token_id,
+        )
     _check_architecture(model_config, config)
     _check_lengths(model_config, config)
     _set_labels(model_config, config, data)
@@ -321,7 +328,7 @@ def loading_dtype(setup: Setup) -> torch.dtype:
 
 
 def load_model(
-    setup: Setup, dtype: torch.dtype | None = None
+    setup: Setup, dtype: torch.dtype | None = None, *, is_empty: bool = False
 ) -> tuple[PreTrainedModel | EmbeddingModel, list[str]]:
     """Load the pretrained model of a run with the head of its task (for embeddings, its pooling),
     or create the small default model. With `resize_token_embeddings`, add embeddings for new
@@ -332,6 +339,8 @@ def load_model(
     Args:
         setup: The setup of the run.
         dtype: The dtype of pretrained weights. Default: `loading_dtype(setup)`.
+        is_empty: Whether to leave the parameters on the meta device, without weights: for FSDP
+            ranks that receive their shards from the main process.
 
     Returns:
         The model, and the names of parameters that are new because the checkpoint lacks them.
@@ -341,12 +350,23 @@ def load_model(
             model does not support gradient checkpointing.
     """
     config = setup.config
-    if config.model_name_or_path is None:
-        model = setup.data.task.auto_class.from_config(setup.model_config)
-        return _configure(model, config), []
-    model, new_weights = _load_pretrained(setup, dtype or loading_dtype(setup))
-    _check_new_weights(model, new_weights, config)
-    if config.resize_token_embeddings:
+    auto_class = setup.data.task.auto_class
+    new_weights: list[str] = []
+    if is_empty:
+        with init_empty_weights():
+            model = auto_class.from_config(
+                setup.model_config,
+                dtype=loading_dtype(setup),
+                trust_remote_code=config.trust_remote_code,
+            )
+            _add_rows(model, setup, mean_resizing=False)
+        # `init_empty_weights` replaced each name of a tied parameter by a parameter of its own.
+        model.tie_weights()
+    elif config.model_name_or_path is None:
+        model = auto_class.from_config(setup.model_config)
+    else:
+        model, new_weights = _load_pretrained(setup, dtype or loading_dtype(setup))
+        _check_new_weights(model, new_weights, config)
         _add_rows(model, setup)
     return _configure(model, config), new_weights
 
@@ -382,24 +402,6 @@ def _load_pretrained(setup: Setup, dtype: torch.dtype) -> tuple[PreTrainedModel,
     return model, new_weights
 
 
-def empty_model(setup: Setup) -> PreTrainedModel | EmbeddingModel:
-    """Create the model of a run as `load_model` does, but with its parameters on the meta device,
-    without loading weights: for FSDP ranks that receive their shards from the main process.
-    """
-    config = setup.config
-    options: dict[str, Any] = {}
-    if config.model_name_or_path is not None:
-        options["dtype"] = loading_dtype(setup)
-        options["trust_remote_code"] = config.trust_remote_code
-    with init_empty_weights():
-        model = setup.data.task.auto_class.from_config(setup.model_config, **options)
-        if config.resize_token_embeddings:
-            _add_rows(model, setup, mean_resizing=False)
-    # `init_empty_weights` replaced each name of a tied parameter by a parameter of its own.
-    model.tie_weights()
-    return _configure(model, config)
-
-
 def _configure(model: PreTrainedModel, config: FinetuneConfig) -> PreTrainedModel | EmbeddingModel:
     """Complete the loaded model of a run: set the loss of a causal LM, switch on gradient
     checkpointing if its flag is set, and for `--task embedding` wrap the encoder with its pooling.
@@ -414,9 +416,17 @@ def _configure(model: PreTrainedModel, config: FinetuneConfig) -> PreTrainedMode
                 "--gradient_checkpointing."
             )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if config.task == "embedding":
-        return _add_pooling(model, config)
-    return model
+    if config.task != "embedding":
+        return model
+    pooling = config.pooling
+    if pooling is None and config.model_name_or_path is not None:
+        pooling = saved_pooling(config.model_name_or_path)
+    return EmbeddingModel(
+        model,
+        pooling or "mean",
+        temperature=config.initial_temperature if config.learn_temperature else None,
+        max_length=config.max_length,
+    )
 
 
 def _add_rows(model: PreTrainedModel, setup: Setup, *, mean_resizing: bool = True) -> None:
@@ -425,25 +435,12 @@ def _add_rows(model: PreTrainedModel, setup: Setup, *, mean_resizing: bool = Tru
     """
     tokenizer = setup.data.tokenizer
     new_ids = new_token_ids(setup.model_config, tokenizer)
-    if not new_ids:
+    if not (new_ids and setup.config.resize_token_embeddings):
         return
     with quiet_transformers():
         model.resize_token_embeddings(new_ids.stop, mean_resizing=mean_resizing)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-
-
-def _add_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> EmbeddingModel:
-    """Wrap the encoder of a run with `--task embedding` so that it returns one vector per text."""
-    pooling = config.pooling
-    if pooling is None and config.model_name_or_path is not None:
-        pooling = saved_pooling(config.model_name_or_path)
-    return EmbeddingModel(
-        encoder,
-        pooling or "mean",
-        temperature=config.initial_temperature if config.learn_temperature else None,
-        max_length=config.max_length,
-    )
 
 
 def _check_new_weights(

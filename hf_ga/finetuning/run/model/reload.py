@@ -130,16 +130,13 @@ def check_saved(
                 if parameter.requires_grad
             }
             trained = {name: weights[name] for name in trained_names}
-            dtypes = {}  # an adapter is saved in the dtype in which it was trained
             found = {name: tensor for name, tensor in found.items() if name in trained_names}
         else:
             if loaded.config.dtype != setup.dtype:
                 raise SavedModelDiffers(f"it loads in {loaded.config.dtype}, not in {setup.dtype}")
             # The temperature of an embedding loss is not part of the saved model.
             trained = {name: tensor for name, tensor in weights.items() if name != LOG_TEMPERATURE}
-            parameters = loaded.named_parameters(remove_duplicate=False)
-            dtypes = {name: setup.dtype for name, _ in parameters}
-        _compare_tensors(found, trained, dtypes)
+        _compare_tensors(found, trained)
         has_float32_base = loading_dtype(setup) == torch.float32 and not setup.config.load_in_4bit
         if has_float32_base or not is_adapter:
             loaded = loaded.float()  # as in training
@@ -187,18 +184,18 @@ def _loading() -> Iterator[None]:
         raise SavedModelDiffers(f"it cannot be loaded ({reason})") from error
 
 
-def _compare_tensors(loaded: Weights, trained: Weights, dtypes: Mapping[str, torch.dtype]) -> None:
+def _compare_tensors(loaded: Weights, trained: Weights) -> None:
     """Check that the model that a run saved has the names, shapes and values of the trained model's
-    tensors, in the dtypes in which they were saved (by default, that of training).
+    tensors, in its dtypes.
     """
     differences = dict.fromkeys(trained.keys() - loaded.keys(), "missing")
     differences |= dict.fromkeys(loaded.keys() - trained.keys(), "not of the trained model")
     for name in trained.keys() & loaded.keys():
         found = loaded[name]
-        expected = trained[name].to(dtypes.get(name, trained[name].dtype))
+        expected = trained[name].to(found)
         if found.shape != expected.shape:
             differences[name] = f"shape {list(found.shape)}, not {list(expected.shape)}"
-        elif not torch.equal(found, expected.to(found)):
+        elif not torch.equal(found, expected):
             differences[name] = "other values"
     if differences:
         listed = sorted(differences.items())[:MAX_LISTED_TENSORS]
@@ -302,9 +299,11 @@ def _relative_distance(found: Tensor, expected: Tensor) -> float:
     """
     if found.shape != expected.shape:
         return math.inf
-    is_equal = (found == expected) | (found.isnan() & expected.isnan())
-    distance = (found - expected).masked_fill(is_equal, 0.0).double().norm()
-    norm = expected.nan_to_num(0.0, 0.0, 0.0).double().norm()
+    is_finite = expected.isfinite()
+    if not torch.allclose(found[~is_finite], expected[~is_finite], equal_nan=True):
+        return math.inf
+    distance = (found - expected)[is_finite].double().norm()
+    norm = expected[is_finite].double().norm()
     error = float(distance / norm.clamp(min=torch.finfo(torch.float32).tiny))
     return math.inf if math.isnan(error) else error
 

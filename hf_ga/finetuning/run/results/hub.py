@@ -10,8 +10,8 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 
 from hf_ga.errors import ConfigError, UploadFailed
-from hf_ga.finetuning.data.formats.files import is_file
 from hf_ga.finetuning.data.options import as_list
+from hf_ga.finetuning.data.sources import is_hub_id
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
 from hf_ga.recovery.files import write_text
 from hf_ga.recovery.latest import LATEST
@@ -124,9 +124,7 @@ def _model_card(config: FinetuneConfig, repo_id: str, summary: dict[str, Any]) -
         # A local folder is no model of the Hub.
         base_model = None
     hub_datasets = [
-        name
-        for name in as_list(config.dataset_name)
-        if name != "stdlib" and not is_file(name) and not Path(name).exists()
+        name for name in as_list(config.dataset_name) if is_hub_id(name) and not Path(name).exists()
     ]
     metadata = ModelCardData(
         library_name="sentence-transformers" if config.task == "embedding" else "transformers",

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import convert_to_fp32
-from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction
@@ -54,49 +53,40 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     if setup.compute_metrics is not None:
         return user_metrics_reader(setup, model)
     if task == "token-classification" and are_entities(labels):
-        return Reader(partial(compute, ENTITY_METRICS), partial(_read_entities, labels))
+        return Reader(partial(_entity_metrics, labels), read_logits)
     if task == "question-answering":
         columns = (dataset["window_index"][:], dataset["answers"][:])
         return Reader(partial(answer_metrics, *columns), partial(_read_answers, dataset))
     if setup.config.predict_with_generate:
-        read = partial(_read_generated, setup, model, dataset)
-        return Reader(partial(compute, TEXT_METRICS), read)
+        return Reader(
+            partial(_text_metrics, dataset["target"][:]),
+            lambda outputs, batch, of: generated_targets(setup, model, batch),
+        )
     if not setup.data.task.metrics:
         return None
     return logits_reader(setup.data.task.metrics)
 
 
-def _read_entities(
-    labels: list[str], outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-) -> list[tuple[list[str], list[str]]]:
-    """Return the predicted and the true tags of each text of an evaluation by their names, the
-    input of seqeval, which computes metrics of named entities.
-    """
-    names = np.asarray(labels)
-    pairs = read_logits(outputs, batch, micro_batch)
-    return [(names[predicted].tolist(), names[true].tolist()) for predicted, true in pairs]
-
-
 def _read_answers(
-    dataset: Dataset, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+    dataset: Any, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
 ) -> list[Span]:
     """Return the best span of each sample of question answering in an evaluation."""
     return read_spans(outputs, [dataset[int(i)] for i in micro_batch.sample_ids])
 
 
-def _read_generated(
-    setup: Setup,
-    model: nn.Module,
-    dataset: Dataset,
-    outputs: Any,
-    batch: dict[str, Any],
-    micro_batch: MicroBatch,
-) -> list[tuple[str, str]]:
-    """Generate a text for each source text of a seq2seq batch in an evaluation (with the flag
-    `predict_with_generate`), and return the generated and the target texts.
+def _entity_metrics(
+    labels: list[str], compared: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> dict[str, float]:
+    """Compute the metrics of named entities in an evaluation from the predicted and the true tags
+    of each text.
     """
-    targets = [dataset[int(i)]["target"] for i in micro_batch.sample_ids]
-    return list(zip(generated_targets(setup, model, batch), targets, strict=True))
+    names = np.asarray(labels)
+    return compute(ENTITY_METRICS, ((names[a].tolist(), names[b].tolist()) for a, b in compared))
+
+
+def _text_metrics(targets: Sequence[str], texts: Sequence[str]) -> dict[str, float]:
+    """Compute the metrics of generated texts in an evaluation."""
+    return compute(TEXT_METRICS, zip(texts, targets, strict=True))
 
 
 def answer_metrics(
