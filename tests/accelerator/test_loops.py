@@ -374,6 +374,19 @@ def sum_of_samples(model, x, y, values):
     return sum(each) / len(each)
 
 
+@exact(build=two_heads)
+def heads_of_samples(model, x, y, values):
+    """Twice as many means as samples: with one sample a batch, it is a rehearsal that first has
+    several of a kind.
+    """
+    each = [
+        F.cross_entropy(logits, label)
+        for of_head in model(x)
+        for logits, label in zip(of_head, y, strict=True)
+    ]
+    return sum(each) / len(each)
+
+
 @exact()
 def stacked_samples(model, x, y, values):
     each = [F.cross_entropy(model(row), label) for row, label in zip(x, y, strict=True)]
@@ -787,7 +800,11 @@ UNEQUAL = [  # with other divisors in each micro-batch
 
 # The smallest micro-batches show of each loss what larger ones show; the layout itself is tried with
 # the losses that depend on it most.
-EXACT_IN_LAYOUTS = [*((name, 2) for name in EXACT), *product(UNEQUAL, (8, 4))]
+EXACT_IN_LAYOUTS = [
+    *((name, 2) for name in EXACT),
+    *product(UNEQUAL, (8, 4)),
+    ("heads_of_samples", 1),
+]
 
 
 @pytest.mark.parametrize(("name", "batch_size"), EXACT_IN_LAYOUTS)
