@@ -15,7 +15,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -443,6 +443,17 @@ class TrainingLoop:
         self._iteration.close()
         self.engine.leave_window()
 
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """In an error, undo what the current iteration has replaced: a traceback that is kept, as in
+        a notebook, keeps the loader's iterator, which would do it.
+        """
+        try:
+            yield
+        except BaseException:
+            self._iteration.close()
+            raise
+
     def leave_window(self) -> None:
         """Give up the current window of the loop, because `load_state` loads other weights."""
         self.leave()
@@ -458,6 +469,22 @@ class TrainingLoop:
     def suspended(self) -> AbstractContextManager[None]:
         """Return a context in which torch's random functions are its own again."""
         return self.engine.draws.suspended()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Within the block, torch's random functions are its own again; what is drawn is not of the
+        micro-batch, also before its backward.
+        """
+        draw_check = self.engine.draw_check
+        is_before_backward = self.engine.slot is not None and not self.engine.num_adds
+        if is_before_backward:
+            draw_check.check()
+        with self.suspended():
+            try:
+                yield
+            finally:
+                if is_before_backward:
+                    draw_check.begin()
 
     def note_on_error(self) -> str | None:
         """Return what explains an error of the loop in a rehearsed window, whose micro-batches have

@@ -461,6 +461,26 @@ def test_evaluations_within_an_epoch_change_nothing(layout, own_loader):
         assert 0 <= right <= NUM_SAMPLES
 
 
+def drawing(batches):
+    for batch in batches:
+        torch.rand(len(batch["labels"]))
+        np.random.rand()
+        yield batch
+
+
+@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS])
+def test_an_evaluation_may_come_before_the_forward(layout):
+    """Neither its draws nor those of its loader are the micro-batch's."""
+    weights, _ = found_in_two_epochs(layout)
+    training = Training(layout)
+    windows = training.loader
+    loader = training.accelerator.prepare(in_order(numbered_samples(), 8))
+    for _ in range(2):
+        training.loader = (batch for batch in windows if evaluate(training, drawing(loader)))
+        training.epoch()
+    assert distance(training.weights, weights) == 0
+
+
 def metrics_while_training(layout, accelerator_class=Accelerator):
     """(samples that `gather_for_metrics` counted, types of the logits) of one epoch."""
     training = Training(layout, shuffled, accelerator_class)
