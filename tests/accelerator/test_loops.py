@@ -1295,12 +1295,22 @@ def mean_of_texts(model, tokens, mask):
     return (each.sum(1) / mask.sum(1)).mean()
 
 
-def train_texts(kind, batch_size, body, lengths=LENGTHS):
+def with_targets(texts: list[Tensor]) -> dict[str, Any]:
+    """As of detection: a list with the targets of each sample, of another number each."""
+    return {**padded(texts), "targets": tuple({"tokens": text} for text in texts)}
+
+
+def width_divisor_of_targets(model, tokens, mask, targets):
+    weights = torch.stack([target["tokens"].float().mean() for target in targets])
+    return (model(tokens).pow(2).mean((1, 2)) * weights).mean()
+
+
+def train_texts(kind, batch_size, body, lengths=LENGTHS, collate=padded):
     reset_states()
     accelerator = kind(gradient_accumulation_steps=WINDOW // batch_size)
     model = seeded(Tagger())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    loader = DataLoader(Texts(lengths), batch_size, collate_fn=padded)
+    loader = DataLoader(Texts(lengths), batch_size, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for batch in loader:
         with accelerator.accumulate(model):
@@ -1352,6 +1362,15 @@ def test_the_width_of_a_micro_batch_does_not_matter(body, batch_size, lengths):
     expected = train_texts(accelerate.Accelerator, 8, body, lengths)
     learnt = (expected - flat(seeded(Tagger()))).norm()
     trained = train_texts(Accelerator, batch_size, body, lengths)
+    assert (trained - expected).norm() < CLOSE * learnt
+
+
+@pytest.mark.parametrize("batch_size", [2, 1])
+def test_lists_of_samples_are_padded_with_their_window(batch_size):
+    options = {"body": width_divisor_of_targets, "collate": with_targets}
+    expected = train_texts(accelerate.Accelerator, 8, **options)
+    learnt = (expected - flat(seeded(Tagger()))).norm()
+    trained = train_texts(Accelerator, batch_size, **options)
     assert (trained - expected).norm() < CLOSE * learnt
 
 
