@@ -445,8 +445,8 @@ class TrainingLoop:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """On an error, undo what the iteration has replaced: a kept traceback, as in a notebook, keeps
-        the iterator of the loader, which would do it.
+        """On an error, undo what the iteration has replaced: a traceback that is kept, as in a
+        notebook, keeps the iterator of the loader, which would do it.
         """
         try:
             yield

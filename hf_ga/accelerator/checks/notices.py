@@ -4,8 +4,8 @@ from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS
 
 WITHOUT_REHEARSAL = (
     "hf_ga: it is not tried whether a sample's loss depends on the other samples of its process "
-    "(BatchNorm, in-batch negatives): put the loop's body into `with "
-    "accelerator.accumulate(model):`."
+    "(BatchNorm, in-batch negatives), nor whether the loss divides by a constant (sum / 100): put "
+    "the loop's body into `with accelerator.accumulate(model):`."
 )
 
 WITHOUT_OTHER_WIDTHS = (
