@@ -22,7 +22,7 @@ class DictCollator:
     A mapping becomes a dict, a tuple or list becomes {"0": ..., "1": ...}, and a single tensor
     {"0": ...}. Nested containers of tensors are flattened: {"inputs": {"ids": x}} becomes
     {"inputs/ids": x}. Lists of strings or numbers, and those with one value for each sample, are
-    entries. `restore` is the reverse.
+    entries; a batch that is one has the name "". `restore` is the reverse.
 
     Args:
         collate_fn: The user's collate function.
@@ -73,6 +73,8 @@ class DictCollator:
             entries: The flat dict.
             example: A batch that the user's collate function returned.
         """
+        if "" in entries:
+            return entries[""]
         is_single = not isinstance(example, Mapping | tuple | list)
         return entries["0"] if is_single else _nested(entries, example)
 
@@ -92,14 +94,13 @@ def _items(container: Any) -> list[tuple[str, Any]]:
     return [(str(index), value) for index, value in enumerate(container)]
 
 
-def _sizes(container: Any, prefix: str = "") -> list[tuple[str, int]]:
-    """Return the names and sizes of the lists in a batch, at any depth."""
-    sizes = []
-    for inner_name, value in _items(container) if _is_container(container) else ():
-        name = f"{prefix}{inner_name}"
-        if isinstance(value, tuple | list):
-            sizes.append((name, len(value)))
-        sizes += _sizes(value, name + SEPARATOR)
+def _sizes(container: Any, name: str = "") -> list[tuple[str, int]]:
+    """Return the names and sizes of the lists that hold tensors in a batch, at any depth."""
+    if not _is_container(container):
+        return []
+    sizes = [(name, len(container))] if isinstance(container, tuple | list) else []
+    for inner_name, value in _items(container):
+        sizes += _sizes(value, f"{name}{SEPARATOR}{inner_name}" if name else inner_name)
     return sizes
 
 
@@ -107,6 +108,8 @@ def _flat_entries(collated: Any, lists: Set[str]) -> dict[str, Any]:
     """Return the entries of a batch. Those with the names `lists` are not flattened."""
     if not isinstance(collated, Mapping | tuple | list):
         return {"0": collated}
+    if "" in lists:
+        return {"": collated}
     entries: dict[str, Any] = {}
     for name, value in _items(collated):
         entries.update(_flat(value, name, lists))
@@ -154,7 +157,7 @@ def check_named_entries(window: Window) -> None:
     """
     # `DictCollator` names the entries of a tuple "0", "1", and those of containers "outer/inner".
     names = [name for batch in window.batches for name in batch]
-    if any(name == "0" or SEPARATOR in name for name in names):
+    if any(name in ("", "0") or SEPARATOR in name for name in names):
         raise ConfigError(
             "whole_batch needs batches with named entries, as hf_ga calls the model with them "
             "once more: let the collate function return a dict, and call model(**batch)."

@@ -1374,6 +1374,19 @@ def test_lists_of_samples_are_padded_with_their_window(batch_size):
     assert (trained - expected).norm() < CLOSE * learnt
 
 
+def mean_of_chosen(model, x, y, values):
+    return losses(model, x, y)[(y > 0) | (values[:, 0] > 0)].mean()
+
+
+def of_samples(accelerator, model, optimizer, *samples):
+    accelerator.backward(mean_of_chosen(model, *map(torch.stack, zip(*samples, strict=True))))
+
+
+def test_a_batch_that_is_a_list_of_samples():
+    loop = Loop(mean_of_chosen, iteration=of_samples, collate=list)
+    assert loop.error(Accelerator, 4) < CLOSE
+
+
 @pytest.mark.parametrize("body", [width_divisor, mean_with_padding, mean_of_tokens])
 def test_the_width_of_a_micro_batch_matters_in_accelerate(body):
     """The control."""
