@@ -230,7 +230,7 @@ class Accelerator(accelerate.Accelerator):
             with self.training_loop.undone_on_error():
                 yield
         except Exception as error:
-            note = self.training_loop.note_on_error()
+            note = self.training_loop.note_on_error(error)
             if note is not None and not isinstance(error, HfGaError):
                 error.add_note(note)
             raise

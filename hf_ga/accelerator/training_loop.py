@@ -486,11 +486,13 @@ class TrainingLoop:
                 if is_before_backward:
                     draw_check.begin()
 
-    def note_on_error(self) -> str | None:
-        """Return what explains an error of the loop in a rehearsed window, whose micro-batches have
-        other numbers of samples than the loader's; None in other windows.
+    def note_on_error(self, error: Exception) -> str | None:
+        """Return what explains an error of the loop: a `.grad` that is None within a window, or in a
+        rehearsed one that micro-batches have other numbers of samples than the loader's; or None.
         """
         slot = self.engine.slot
+        if "NoneType" in str(error) and not self.accelerator.sync_gradients:
+            return notices.WITHOUT_GRADIENT
         if slot is None or not any(s.is_rehearsal for s in self._slots):
             return None
         return notices.other_sizes(len(slot.micro_batch))

@@ -2642,6 +2642,19 @@ def test_an_error_of_the_loop_in_a_rehearsal_says_how_many_samples_it_got():
     assert "this micro-batch has 3 samples" in caught.value.__notes__[0]
 
 
+def test_a_gradient_that_is_read_within_a_window_is_explained():
+    """Adversarial training by the gradient of the embeddings (FGM) does so."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        accelerator.backward(cross_entropy(model, x, y))
+        for parameter in model.parameters():
+            parameter.grad.norm()
+
+    with pytest.raises(AttributeError) as caught:
+        Loop(plain, iteration=iteration).run(Accelerator, 2)
+    assert "appears with the last backward" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("batch_size", SPLIT)
 def test_a_draw_of_some_micro_batches_before_others_is_refused(batch_size):
     """Those after it would be others."""

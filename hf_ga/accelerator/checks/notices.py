@@ -14,6 +14,11 @@ WITHOUT_OTHER_WIDTHS = (
     "accelerator.accumulate(model):`, and leave the division out."
 )
 
+WITHOUT_GRADIENT = (
+    "hf_ga: within a window, `.grad` is None: it appears with the last backward. Read or change it "
+    "below `if accelerator.sync_gradients:`."
+)
+
 WITHOUT_TARGETS = (
     f"hf_ga: the first {NUM_FIRST_WINDOWS} windows have no target, so nothing was updated: check "
     "the labels. A loss over pairs of samples needs whole_batch."
