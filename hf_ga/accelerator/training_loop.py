@@ -267,9 +267,10 @@ class TrainingLoop:
     ) -> None:
         """Begin a window in the engine; see `WindowEngine.begin_window`."""
         models = self.training_models()
-        self.engine.watches_weights = len(self._slots) > 1 or self.num_parts_by_hand > 1
-        self._checks.note_frozen(self._prepared_models.values())
         is_single = len(self._slots) == 1 and self.accelerator.num_processes == 1
+        has_several = len(self._slots) > 1 or self.num_parts_by_hand > 1
+        self.engine.watches_weights = has_several or (self._num_expected > 1 and not is_single)
+        self._checks.note_frozen(self._prepared_models.values())
         self.engine.begin_window(
             models,
             trainable_parameters(models, self.accelerator._optimizers),
@@ -487,8 +488,8 @@ class TrainingLoop:
                     draw_check.begin()
 
     def note_on_error(self, error: Exception) -> str | None:
-        """Return what explains an error of the loop: a `.grad` that is None within a window, or in a
-        rehearsed one that micro-batches have other numbers of samples than the loader's; or None.
+        """Return what explains an error of the loop: `.grad` is None within a window, or those that
+        are rehearsed have micro-batches of other sizes than the loader's. None: neither.
         """
         slot = self.engine.slot
         if "NoneType" in str(error) and not self.accelerator.sync_gradients:
@@ -577,6 +578,8 @@ class TrainingLoop:
         not divided by the accumulation steps. Notes whether it is multiplied by them.
         """
         gradient = self.engine.gradient
+        if self.engine.num_adds and self.accelerator.num_processes > 1:
+            self.engine.check_weights()  # as `.grad` was no gradient yet to move them along
         if self._has_stepped:
             self._begin_stage()
         if not self._is_planned:
