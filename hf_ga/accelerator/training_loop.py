@@ -462,7 +462,11 @@ class TrainingLoop:
 
     def _check_fetch(self) -> None:
         """Check, before the next batch and at an epoch's end, that the loop has used its batch."""
-        if self.engine.slot is None or self.engine.num_adds or not self._is_planned:
+        if self.engine.slot is None or self.engine.num_adds:
+            return
+        if not self._is_planned:
+            if self.num_parts_by_hand > 1:
+                self._warnings.once(notices.WITHOUT_BACKWARD)
             return
         self.leave()
         raise not_fetched()

@@ -1416,6 +1416,27 @@ def test_widths_that_a_loop_by_hand_never_compared_are_told(lengths, is_told, ca
     assert ("not tried whether padding" in caplog.text) == is_told
 
 
+@pytest.mark.parametrize(("batch_size", "is_told"), [(WINDOW, False), (2, True)])
+def test_batches_that_a_loop_by_hand_skips_are_told(batch_size, is_told, caplog):
+    """The full batch has other shortest texts than its micro-batches."""
+    reset_states()
+    accelerator = Accelerator()
+    model = seeded(Tagger())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(Texts(LENGTHS), batch_size, collate_fn=padded)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    number = 0
+    for batch in loader:
+        if batch["mask"].sum(1).min() < 3:
+            continue
+        accelerator.backward(mean_of_texts(model, **batch) * batch_size / WINDOW)
+        number += 1
+        if number * batch_size % WINDOW == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ("ran no backward for a batch" in caplog.text) == is_told
+
+
 def width_divisor_of_short_texts(model, tokens, mask):
     """Divides the losses of short texts by the padded width, those of others by their length."""
     each = (model(tokens).pow(2).mean(-1) * mask).sum(1)

@@ -30,6 +30,11 @@ WITHOUT_SECOND_BATCH = (
     "again (`while True: yield from loader`)."
 )
 
+WITHOUT_BACKWARD = (
+    "hf_ga: the loop ran no backward for a batch. If it skips batches by their samples or losses, "
+    "windows depend on how they are split: leave samples out in the dataset."
+)
+
 WITHOUT_A_TERM = (
     "hf_ga: a micro-batch lacks a term of the loss that others have. That is right if none of its "
     "samples has a target of it, but not if the loop leaves it out by the loss itself, which is "
