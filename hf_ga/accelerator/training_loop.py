@@ -391,6 +391,7 @@ class TrainingLoop:
     def _open(self, slot: Slot, index: int, is_last: bool) -> Any:
         """Begin an iteration of the loop. Returns its batch on the device."""
         accelerator = self.accelerator
+        self._iteration.close()  # what an evaluation before it has left
         self._index = index
         self._is_followed = False
         self._is_zeroed = False
@@ -477,19 +478,23 @@ class TrainingLoop:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Within the block, torch's random functions are its own again; what is drawn is not of the
-        micro-batch, also before its backward.
+        """Within the block, torch's random functions are its own again, at most until the loop's
+        next batch, as the loop may keep the iterator. Its draws are not the micro-batch's.
         """
         draw_check = self.engine.draw_check
-        is_before_backward = self.engine.slot is not None and not self.engine.num_adds
+        slot = self.engine.slot
+        is_before_backward = slot is not None and not self.engine.num_adds
         if is_before_backward:
             draw_check.check()
-        with self.suspended():
-            try:
-                yield
-            finally:
-                if is_before_backward:
-                    draw_check.begin()
+        suspension = ExitStack()
+        suspension.enter_context(self.suspended())
+        self._iteration.callback(suspension.close)
+        try:
+            yield
+        finally:
+            suspension.close()
+            if is_before_backward and self.engine.slot is slot:
+                draw_check.begin()
 
     def note_on_error(self, error: Exception) -> str | None:
         """Return what explains an error of the loop: `.grad` is None within a window, or those that

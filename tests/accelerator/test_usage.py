@@ -4,7 +4,7 @@ types, samplers, evaluations, metrics; and the split of a window does not show i
 
 from collections import Counter
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, repeat
 
 import accelerate
 import helpers as h
@@ -478,6 +478,23 @@ def test_an_evaluation_may_come_before_the_forward(layout):
     for _ in range(2):
         training.loader = (batch for batch in windows if evaluate(training, drawing(loader)))
         training.epoch()
+    assert distance(training.weights, weights) == 0
+
+
+def test_the_iterator_of_an_evaluation_may_be_kept():
+    """As trainers do that validate on one batch after the other."""
+    weights, _ = found_in_two_epochs(TWO_STEPS)
+    training = Training(TWO_STEPS)
+    loader = training.accelerator.prepare(in_order(numbered_samples(), 8))
+    batches = chain.from_iterable(repeat(loader))
+
+    def validate(training):
+        training.model.eval()
+        next(batches)
+        training.model.train()
+
+    for _ in range(2):
+        training.epoch(between=validate)
     assert distance(training.weights, weights) == 0
 
 
