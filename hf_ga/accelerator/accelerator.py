@@ -227,9 +227,10 @@ class Accelerator(accelerate.Accelerator):
         """
         self.training_loop.is_inside = True
         try:
-            yield
+            with self.training_loop.undone_on_error():
+                yield
         except Exception as error:
-            note = self.training_loop.note_on_error()
+            note = self.training_loop.note_on_error(error)
             if note is not None and not isinstance(error, HfGaError):
                 error.add_note(note)
             raise
@@ -282,7 +283,8 @@ class Accelerator(accelerate.Accelerator):
                 f"accelerator.backward got {', '.join(kwargs)}, but only takes a loss, num_targets "
                 "and retain_graph. Leave it out."
             )
-        return self.training_loop.backward(loss, num_targets, retain_graph=retain_graph)
+        with self.training_loop.undone_on_error():
+            return self.training_loop.backward(loss, num_targets, retain_graph=retain_graph)
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Unscale the gradients of fp16, as `accelerate.Accelerator.unscale_gradients` does.

@@ -139,7 +139,7 @@ class WindowedDataLoader:
         num_to_skip = self._pop_num_to_skip()
         self._is_yielding_own_batches = True
         try:
-            with training_loop.suspended():
+            with training_loop.evaluation():
                 if num_to_skip:
                     yield from skip_batches_of(self, num_to_skip)
                 else:

@@ -15,7 +15,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -269,9 +269,10 @@ class TrainingLoop:
     ) -> None:
         """Begin a window in the engine; see `WindowEngine.begin_window`."""
         models = self.training_models()
-        self.engine.watches_weights = len(self._slots) > 1 or self.num_parts_by_hand > 1
-        self._checks.note_frozen(self._prepared_models.values())
         is_single = len(self._slots) == 1 and self.accelerator.num_processes == 1
+        has_several = len(self._slots) > 1 or self.num_parts_by_hand > 1
+        self.engine.watches_weights = has_several or (self._num_expected > 1 and not is_single)
+        self._checks.note_frozen(self._prepared_models.values())
         self.engine.begin_window(
             models,
             trainable_parameters(models, self.accelerator._optimizers),
@@ -392,6 +393,7 @@ class TrainingLoop:
     def _open(self, slot: Slot, index: int, is_last: bool) -> Any:
         """Begin an iteration of the loop. Returns its batch on the device."""
         accelerator = self.accelerator
+        self._iteration.close()  # what an evaluation before it has left
         self._index = index
         self._is_followed = False
         self._is_zeroed = False
@@ -445,6 +447,17 @@ class TrainingLoop:
         self._iteration.close()
         self.engine.leave_window()
 
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """On an error, undo what the iteration has replaced: a traceback that is kept, as in a
+        notebook, keeps the iterator of the loader, which would do it.
+        """
+        try:
+            yield
+        except BaseException:
+            self._iteration.close()
+            raise
+
     def leave_window(self) -> None:
         """Give up the current window of the loop, because `load_state` loads other weights."""
         self.leave()
@@ -452,7 +465,11 @@ class TrainingLoop:
 
     def _check_fetch(self) -> None:
         """Check, before the next batch and at an epoch's end, that the loop has used its batch."""
-        if self.engine.slot is None or self.engine.num_adds or not self._is_planned:
+        if self.engine.slot is None or self.engine.num_adds:
+            return
+        if not self._is_planned:
+            if self.num_parts_by_hand > 1:
+                self._warnings.once(notices.WITHOUT_BACKWARD)
             return
         self.leave()
         raise not_fetched()
@@ -461,11 +478,33 @@ class TrainingLoop:
         """Return a context in which torch's random functions are its own again."""
         return self.engine.draws.suspended()
 
-    def note_on_error(self) -> str | None:
-        """Return what explains an error of the loop in a rehearsed window, whose micro-batches have
-        other numbers of samples than the loader's; None in other windows.
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Within the block, torch's random functions are its own again, at most until the loop's
+        next batch, as the loop may keep the iterator. Its draws are not the micro-batch's.
+        """
+        draw_check = self.engine.draw_check
+        slot = self.engine.slot
+        is_before_backward = slot is not None and not self.engine.num_adds
+        if is_before_backward:
+            draw_check.check()
+        suspension = ExitStack()
+        suspension.enter_context(self.suspended())
+        self._iteration.callback(suspension.close)
+        try:
+            yield
+        finally:
+            suspension.close()
+            if is_before_backward and self.engine.slot is slot:
+                draw_check.begin()
+
+    def note_on_error(self, error: Exception) -> str | None:
+        """Return what explains an error of the loop: `.grad` is None within a window, or those that
+        are rehearsed have micro-batches of other sizes than the loader's. None: neither.
         """
         slot = self.engine.slot
+        if "NoneType" in str(error) and not self.accelerator.sync_gradients:
+            return notices.WITHOUT_GRADIENT
         if slot is None or not any(s.is_rehearsal for s in self._slots):
             return None
         return notices.other_sizes(len(slot.micro_batch))
@@ -550,6 +589,8 @@ class TrainingLoop:
         not divided by the accumulation steps. Notes whether it is multiplied by them.
         """
         gradient = self.engine.gradient
+        if self.engine.num_adds and self.accelerator.num_processes > 1:
+            self.engine.check_weights()  # as `.grad` was no gradient yet to move them along
         if self._has_stepped:
             self._begin_stage()
         if not self._is_planned:

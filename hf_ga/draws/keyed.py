@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 from torch._C._functorch import TransformType
 from torch._guards import CompileContext
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.utils._device import _device_constructors
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -109,6 +109,8 @@ class KeyedDraws:
             `speed.packing.Packing.masks_of_shape`. None: there is none.
         weight_shapes: Shapes of the trained parameters. After a backward, draws of these shapes are
             noise on gradients or weights, and not of samples, whose number may be such a size.
+        models: The models that are trained. After a backward, draws while all of them are in
+            evaluation mode are torch's own.
         first_draw: The number of a micro-batch's first draw. Not 0 only in a stage of a pipeline,
             because the stages before it make the draws before it.
         places: Random function that was called -> where the user's code called it first.
@@ -133,6 +135,7 @@ class KeyedDraws:
         self.attend: Callable[..., Tensor] = dropped_attention
         self.mask_source: Any = None
         self.weight_shapes: frozenset[torch.Size] = frozenset()
+        self.models: Sequence[Module] = ()
         self.first_draw = 0
         self.places: dict[str, str] = {}
         self.sites: dict[tuple[int, int], Draw] = {}
@@ -307,6 +310,8 @@ class KeyedDraws:
         if is_in_backward() and not micro_batch.is_recomputation:
             reason = "it is drawn in a backward, and does not repeat a draw of the forward"
             raise NotKeyed(function, shape, reason, REMEDY_IN_BACKWARD)
+        if self._is_after_backward and self._is_in_evaluation(generator):
+            raise NotKeyed(function, shape, "it is drawn in an evaluation")
         if is_in_vmap():
             raise NotKeyed(function, shape, "it is drawn in a function that torch.vmap transforms")
         kind = (function, len(shape))
@@ -334,6 +339,14 @@ class KeyedDraws:
         site = self.site_key(number, generator)
         keys, window_key = micro_batch.keys_on(device)
         return Draw(window_key if is_shared else keys, site, torch.Size(shape), sample_dim)
+
+    def _is_in_evaluation(self, generator: Generator | None) -> bool:
+        """Whether the running code evaluates: without gradients, and with models in evaluation mode
+        or from a generator of the user's, as for images that are compared over the run.
+        """
+        if torch.is_grad_enabled():
+            return False
+        return generator is not None or not any(model.training for model in self.models)
 
     def site_key(self, number: int, generator: Generator | None = None) -> int:
         """Return the 64-bit key of a draw."""

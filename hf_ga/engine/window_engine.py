@@ -234,6 +234,7 @@ class WindowEngine:
             self._weight_check.stop()
             self.draws.begin_window()
         self.models = list(models)
+        self.draws.models = self.models
         self._all_models = [*models, *frozen]
         if not goes_on:
             self._buffers_before = [snapshot_state(model) for model in self._all_models]

@@ -32,7 +32,7 @@ def _names(node: Node) -> tuple[str, ...]:
     names = []
     while len(names) < MAX_NAMES:
         if node.name() not in VIEWS:
-            names.append(node.name())
+            names.append(node.name() if _product_below(node) is None else "AddmmBackward0")
         below = inputs(node)
         if not below or any(child.name() == PARAMETER for child, _ in below):
             break
@@ -52,7 +52,8 @@ def nearest_parameters(node: Node) -> tuple[int, ...]:
         waiting = level
         while waiting:
             current = waiting.pop()
-            for child, _ in inputs(current):
+            product = _product_below(current)
+            for child, _ in [*inputs(current), *(inputs(product) if product else ())]:
                 if child in seen:
                     continue
                 seen.add(child)
@@ -66,3 +67,16 @@ def nearest_parameters(node: Node) -> tuple[int, ...]:
             return tuple(sorted(found))
         level = below
     return ()
+
+
+def _product_below(node: Node) -> Node | None:
+    """Return the product of a linear layer whose bias a node adds. None: it does something else.
+    Torch computes both in one node if the inputs are contiguous, as rows of one sample may be.
+    """
+    below = [child for child, _ in inputs(node)]
+    if node.name() != "AddBackward0" or len(below) < 2 or below[1].name() != PARAMETER:
+        return None
+    product = below[0]
+    while product.name() in VIEWS:
+        product, _ = inputs(product)[0]
+    return product if product.name() == "MmBackward0" else None

@@ -8,22 +8,25 @@ PARAMETER = "torch::autograd::AccumulateGrad"
 
 # Nodes of one input.
 UNARY = {
-    "AbsBackward0", "AliasBackward0", "ClampBackward1", "ClampMaxBackward0", "ClampMinBackward0",
-    "CloneBackward0", "DiagonalBackward0", "ExpBackward0", "HuberLossBackward0",
-    "LinalgVectorNormBackward0", "LogBackward0", "LogSoftmaxBackward0", "MeanBackward0",
-    "MeanBackward1", "MseLossBackward0", "NegBackward0", "NormBackward0", "NormBackward1",
-    "PermuteBackward0", "PowBackward0", "ReluBackward0", "ReshapeAliasBackward0", "RsubBackward1",
-    "SelectBackward0", "SigmoidBackward0", "SmoothL1LossBackward0", "SoftmaxBackward0",
-    "SoftplusBackward0", "SqrtBackward0", "SqueezeBackward0", "SqueezeBackward1",
-    "SqueezeBackward2", "SumBackward0", "SumBackward1", "TanhBackward0", "TBackward0",
-    "ToCopyBackward0", "TraceBackward0", "TransposeBackward0", "UnsafeViewBackward0",
-    "UnsqueezeBackward0", "ViewBackward0",
+    "AbsBackward0", "AliasBackward0", "AmaxBackward0", "AminBackward0", "ClampBackward1",
+    "ClampMaxBackward0", "ClampMinBackward0", "CloneBackward0", "DiagonalBackward0",
+    "ExpBackward0", "HuberLossBackward0", "LinalgSvdBackward0", "LinalgVectorNormBackward0",
+    "LogBackward0", "LogSoftmaxBackward0", "LogsumexpBackward0", "MaxBackward1", "MeanBackward0",
+    "MeanBackward1", "MinBackward1", "MseLossBackward0", "NegBackward0", "NormBackward0",
+    "NormBackward1", "PermuteBackward0", "PowBackward0", "ReluBackward0", "ReshapeAliasBackward0",
+    "RsubBackward1", "SelectBackward0", "SigmoidBackward0", "SmoothL1LossBackward0",
+    "SoftmaxBackward0", "SoftplusBackward0", "SqrtBackward0", "SqueezeBackward0",
+    "SqueezeBackward1", "SqueezeBackward2", "StdBackward0", "SumBackward0", "SumBackward1",
+    "TBackward0", "TanhBackward0", "ToCopyBackward0", "TraceBackward0", "TransposeBackward0",
+    "UnsafeViewBackward0", "UnsqueezeBackward0", "VarBackward0", "ViewBackward0",
 }  # fmt: skip
 # Those of them that reduce many elements.
 REDUCTIONS = {
-    "HuberLossBackward0", "LinalgVectorNormBackward0", "MeanBackward0", "MeanBackward1",
-    "MseLossBackward0", "NormBackward0", "NormBackward1", "SelectBackward0",
-    "SmoothL1LossBackward0", "SumBackward0", "SumBackward1", "TraceBackward0",
+    "AmaxBackward0", "AminBackward0", "HuberLossBackward0", "LinalgSvdBackward0",
+    "LinalgVectorNormBackward0", "LogsumexpBackward0", "MaxBackward1", "MeanBackward0",
+    "MeanBackward1", "MinBackward1", "MseLossBackward0", "NormBackward0", "NormBackward1",
+    "SelectBackward0", "SmoothL1LossBackward0", "StdBackward0", "SumBackward0", "SumBackward1",
+    "TraceBackward0", "VarBackward0",
 }  # fmt: skip
 # Nodes of several inputs, element by element. A constant input must not broadcast a parameter to
 # the shape of a batch.

@@ -66,7 +66,8 @@ def _are_samples(group: Sequence[Found], num_samples: int, stack_sizes: StackSiz
         return False
     if len({(_key(part.factor), _key(part.divisor)) for _, part in group}) > 1:
         return False
-    if len(group) == 1 and key not in stack_sizes.pairs:
+    is_known = key in stack_sizes.pairs
+    if len(group) == 1 and not is_known:
         return False  # a plain loss
     if not sizes_follow_samples(key, num_samples, len(group), stack_sizes):
         return False
@@ -75,6 +76,8 @@ def _are_samples(group: Sequence[Found], num_samples: int, stack_sizes: StackSiz
         raise undivided_sum(first.node)
     if not is_certain and not _seem_samples(group, num_samples, stack_sizes):
         return False
+    if is_known and key not in stack_sizes.of_samples:
+        stack_sizes.num_changed += 1  # they were read one by one
     stack_sizes.of_samples.add(key)
     return True
 

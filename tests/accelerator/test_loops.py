@@ -374,6 +374,19 @@ def sum_of_samples(model, x, y, values):
     return sum(each) / len(each)
 
 
+@exact(build=two_heads)
+def heads_of_samples(model, x, y, values):
+    """Twice as many means as samples: with one sample a batch, it is a rehearsal that first has
+    several of a kind.
+    """
+    each = [
+        F.cross_entropy(logits, label)
+        for of_head in model(x)
+        for logits, label in zip(of_head, y, strict=True)
+    ]
+    return sum(each) / len(each)
+
+
 @exact()
 def stacked_samples(model, x, y, values):
     each = [F.cross_entropy(model(row), label) for row, label in zip(x, y, strict=True)]
@@ -787,7 +800,11 @@ UNEQUAL = [  # with other divisors in each micro-batch
 
 # The smallest micro-batches show of each loss what larger ones show; the layout itself is tried with
 # the losses that depend on it most.
-EXACT_IN_LAYOUTS = [*((name, 2) for name in EXACT), *product(UNEQUAL, (8, 4))]
+EXACT_IN_LAYOUTS = [
+    *((name, 2) for name in EXACT),
+    *product(UNEQUAL, (8, 4)),
+    ("heads_of_samples", 1),
+]
 
 
 @pytest.mark.parametrize(("name", "batch_size"), EXACT_IN_LAYOUTS)
@@ -1278,12 +1295,22 @@ def mean_of_texts(model, tokens, mask):
     return (each.sum(1) / mask.sum(1)).mean()
 
 
-def train_texts(kind, batch_size, body, lengths=LENGTHS):
+def with_targets(texts: list[Tensor]) -> dict[str, Any]:
+    """As of detection: a list with the targets of each sample, of another number each."""
+    return {**padded(texts), "targets": tuple({"tokens": text} for text in texts)}
+
+
+def width_divisor_of_targets(model, tokens, mask, targets):
+    weights = torch.stack([target["tokens"].float().mean() for target in targets])
+    return (model(tokens).pow(2).mean((1, 2)) * weights).mean()
+
+
+def train_texts(kind, batch_size, body, lengths=LENGTHS, collate=padded):
     reset_states()
     accelerator = kind(gradient_accumulation_steps=WINDOW // batch_size)
     model = seeded(Tagger())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    loader = DataLoader(Texts(lengths), batch_size, collate_fn=padded)
+    loader = DataLoader(Texts(lengths), batch_size, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for batch in loader:
         with accelerator.accumulate(model):
@@ -1338,6 +1365,28 @@ def test_the_width_of_a_micro_batch_does_not_matter(body, batch_size, lengths):
     assert (trained - expected).norm() < CLOSE * learnt
 
 
+@pytest.mark.parametrize("batch_size", [2, 1])
+def test_lists_of_samples_are_padded_with_their_window(batch_size):
+    options = {"body": width_divisor_of_targets, "collate": with_targets}
+    expected = train_texts(accelerate.Accelerator, 8, **options)
+    learnt = (expected - flat(seeded(Tagger()))).norm()
+    trained = train_texts(Accelerator, batch_size, **options)
+    assert (trained - expected).norm() < CLOSE * learnt
+
+
+def mean_of_chosen(model, x, y, values):
+    return losses(model, x, y)[(y > 0) | (values[:, 0] > 0)].mean()
+
+
+def of_samples(accelerator, model, optimizer, *samples):
+    accelerator.backward(mean_of_chosen(model, *map(torch.stack, zip(*samples, strict=True))))
+
+
+def test_a_batch_that_is_a_list_of_samples():
+    loop = Loop(mean_of_chosen, iteration=of_samples, collate=list)
+    assert loop.error(Accelerator, 4) < CLOSE
+
+
 @pytest.mark.parametrize("body", [width_divisor, mean_with_padding, mean_of_tokens])
 def test_the_width_of_a_micro_batch_matters_in_accelerate(body):
     """The control."""
@@ -1365,6 +1414,27 @@ def test_widths_that_a_loop_by_hand_never_compared_are_told(lengths, is_told, ca
             optimizer.step()
             optimizer.zero_grad()
     assert ("not tried whether padding" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(("batch_size", "is_told"), [(WINDOW, False), (2, True)])
+def test_batches_that_a_loop_by_hand_skips_are_told(batch_size, is_told, caplog):
+    """The full batch has other shortest texts than its micro-batches."""
+    reset_states()
+    accelerator = Accelerator()
+    model = seeded(Tagger())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(Texts(LENGTHS), batch_size, collate_fn=padded)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    number = 0
+    for batch in loader:
+        if batch["mask"].sum(1).min() < 3:
+            continue
+        accelerator.backward(mean_of_texts(model, **batch) / (WINDOW // batch_size))
+        number += 1
+        if number * batch_size % WINDOW == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ("ran no backward for a batch" in caplog.text) == is_told
 
 
 def width_divisor_of_short_texts(model, tokens, mask):
@@ -2591,6 +2661,19 @@ def test_an_error_of_the_loop_in_a_rehearsal_says_how_many_samples_it_got():
     with pytest.raises(RuntimeError, match="must match the size") as caught:
         Loop(with_fixed_size).run(Accelerator, 2)
     assert "this micro-batch has 3 samples" in caught.value.__notes__[0]
+
+
+def test_a_gradient_that_is_read_within_a_window_is_explained():
+    """Adversarial training by the gradient of the embeddings (FGM) does so."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        accelerator.backward(cross_entropy(model, x, y))
+        for parameter in model.parameters():
+            parameter.grad.norm()
+
+    with pytest.raises(AttributeError) as caught:
+        Loop(plain, iteration=iteration).run(Accelerator, 2)
+    assert "appears with the last backward" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("batch_size", SPLIT)

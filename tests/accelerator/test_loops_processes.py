@@ -2,6 +2,7 @@
 those of the full batch in float64 on one process, or both processes refuse the loop.
 """
 
+import copy
 import os
 from collections.abc import Callable
 from functools import partial
@@ -12,21 +13,27 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from documented_loop import reset_states
 from forked import on_two_ranks, outcome, without_errors
 from test_loops import (
     CLOSE,
     EXACT,
     FAR,
+    LEARNING_RATE,
     REFUSED,
     UNEQUAL,
     Loop,
+    X,
+    Y,
     accumulating,
     annealed,
+    classifier,
     full_batches_of_sizes,
     plain,
     train_sizes,
     with_hooks,
 )
+from torch.utils.data import DataLoader, TensorDataset
 
 from hf_ga import Accelerator
 
@@ -124,6 +131,32 @@ def test_other_numbers_of_backwards_on_a_rank_are_refused():
     loop = Loop(plain, iteration=iteration, columns=columns)
     (said,) = for_each({"": partial(loop.run, Accelerator)}, [4]).values()
     assert all("ran accelerator.backward more often" in str(text) for text in said), said
+
+
+def adversarial():
+    """Moves the weights along their gradient between two backwards, and back."""
+    reset_states()
+    accelerator = Accelerator(cpu=True)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        before = copy.deepcopy(model.state_dict())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * parameter.grad.sign()
+        accelerator.backward(F.cross_entropy(model(x), y))
+        model.load_state_dict(before)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_weights_that_move_between_two_backwards_are_refused():
+    """As `.grad` may be no gradient then. On one process, a window of one micro-batch may do so."""
+    (said,) = for_each({"": lambda size: adversarial()}, [4]).values()
+    assert all("weights changed within a window" in str(text) for text in said), said
 
 
 # Their bodies read an attribute of the bare model, which DDP hides.

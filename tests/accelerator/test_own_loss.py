@@ -354,6 +354,26 @@ def test_torchs_functions_are_put_back():
     assert (F.cross_entropy, torch.rand) == before
 
 
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_torchs_functions_are_put_back_by_an_error_whose_traceback_is_kept(accumulates):
+    """As in a notebook: it keeps the iterator, too."""
+    before = torch.rand
+    accelerator = hf_ga.Accelerator(cpu=True)
+    model = small_model()
+    loader = DataLoader(dataset(), batch_size=4)
+    model, loader = accelerator.prepare(model, loader)
+    batches = iter(loader)
+    features, labels = next(batches)
+    assert torch.rand is not before
+    with pytest.raises(hf_ga.HfGaError):
+        if accumulates:
+            with accelerator.accumulate(model):
+                raise hf_ga.HfGaError
+        else:
+            accelerator.backward(F.cross_entropy(model(features), labels, reduction="none"))
+    assert torch.rand is before
+
+
 class WithLoss(nn.Module):
     """Counts each sample whose label is not -100."""
 

@@ -4,7 +4,7 @@ types, samplers, evaluations, metrics; and the split of a window does not show i
 
 from collections import Counter
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, repeat
 
 import accelerate
 import helpers as h
@@ -459,6 +459,43 @@ def test_evaluations_within_an_epoch_change_nothing(layout, own_loader):
     for right, counted in found:
         assert counted == [*range(NUM_SAMPLES)]
         assert 0 <= right <= NUM_SAMPLES
+
+
+def drawing(batches):
+    for batch in batches:
+        torch.rand(len(batch["labels"]))
+        np.random.rand()
+        yield batch
+
+
+@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS])
+def test_an_evaluation_may_come_before_the_forward(layout):
+    """Neither its draws nor those of its loader are the micro-batch's."""
+    weights, _ = found_in_two_epochs(layout)
+    training = Training(layout)
+    windows = training.loader
+    loader = training.accelerator.prepare(in_order(numbered_samples(), 8))
+    for _ in range(2):
+        training.loader = (batch for batch in windows if evaluate(training, drawing(loader)))
+        training.epoch()
+    assert distance(training.weights, weights) == 0
+
+
+def test_the_iterator_of_an_evaluation_may_be_kept():
+    """As trainers do that validate on one batch after the other."""
+    weights, _ = found_in_two_epochs(TWO_STEPS)
+    training = Training(TWO_STEPS)
+    loader = training.accelerator.prepare(in_order(numbered_samples(), 8))
+    batches = chain.from_iterable(repeat(loader))
+
+    def validate(training):
+        training.model.eval()
+        next(batches)
+        training.model.train()
+
+    for _ in range(2):
+        training.epoch(between=validate)
+    assert distance(training.weights, weights) == 0
 
 
 def metrics_while_training(layout, accelerator_class=Accelerator):

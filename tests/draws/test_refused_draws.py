@@ -113,15 +113,35 @@ def test_after_backward_unkeyed_draws_are_torch_s_own_and_noted():
             torch.randperm(4)
 
 
-def test_after_backward_the_user_s_generator_draws_pictures():
+@pytest.mark.parametrize(("num_pictures", "has_gradients"), [(1, True), (4, False)])
+def test_after_backward_the_user_s_generator_draws_pictures(num_pictures, has_gradients):
     """A validation that seeds a generator wants the same pictures each time."""
 
-    def picture():
+    def pictures():
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(1, 7, generator=generator)
+        with torch.set_grad_enabled(has_gradients):
+            return torch.randn(num_pictures, 7, generator=generator)
 
-    own = picture()
+    own = pictures()
     with micro_batch(range(4)) as draws:
+        draws.models = [torch.nn.Identity()]
         draws.after_backward()
-        assert torch.equal(picture(), own)
-        assert "no dim with the samples" in draws.unkeyed_after_backward
+        assert torch.equal(pictures(), own)
+        assert draws.unkeyed_after_backward.startswith("randn")
+
+
+def test_after_backward_an_evaluation_draws_torch_s_own_numbers():
+    torch.manual_seed(1)
+    own = torch.randn(4)
+    with micro_batch(range(4)) as draws, torch.no_grad():
+        draws.models = [torch.nn.Identity()]
+        draws.models[0].eval()
+        torch.manual_seed(1)
+        assert not torch.equal(torch.randn(4), own)
+        draws.after_backward()
+        draws.models[0].train()
+        torch.manual_seed(1)
+        assert not torch.equal(torch.randn(4), own)
+        draws.models[0].eval()
+        torch.manual_seed(1)
+        assert torch.equal(torch.randn(4), own)

@@ -208,6 +208,19 @@ def test_identities_do_not_depend_on_sizes_or_order():
     assert identities(3, 2, swapped=False) == expected
 
 
+def test_a_linear_layer_is_the_same_in_one_node_or_two():
+    """Torch adds the bias in a node of its own if the rows of several samples are apart."""
+    layer = nn.Linear(6, 5)
+
+    def identity(num_samples):
+        logits = layer(torch.randn(num_samples, 3, 6)[:, :-1]).transpose(1, 2)
+        loss = F.cross_entropy(logits, torch.randint(5, (num_samples, 2)))
+        (term,) = read_terms(loss, num_samples=num_samples)
+        return term.identity
+
+    assert identity(1) == identity(2)
+
+
 def test_a_head_is_told_apart_where_the_other_is_missing():
     model, x, y = make()
     first, second = model(x)
@@ -285,6 +298,9 @@ def penalties(model):
         "stack of norms": (torch.stack([q.norm() for q in model.parameters()]).sum(), 1.0),
         "orthogonal": ((p @ p.T - torch.eye(5)).pow(2).sum(), 1.0),
         "mse": (F.mse_loss(p, start), 1.0),
+        "spectral": (torch.linalg.matrix_norm(p, 2), 1.0),
+        "nuclear": (torch.linalg.matrix_norm(p, "nuc"), 1.0),
+        "largest": (p.max() * p.amin() * p.logsumexp((0, 1)) * p.std() * p.var(), 1.0),
         "product of norms": (2 * (p.norm() * model.second.weight.norm()), 2.0),
     }
 

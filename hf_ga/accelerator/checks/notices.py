@@ -4,14 +4,19 @@ from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS
 
 WITHOUT_REHEARSAL = (
     "hf_ga: it is not tried whether a sample's loss depends on the other samples of its process "
-    "(BatchNorm, in-batch negatives): put the loop's body into `with "
-    "accelerator.accumulate(model):`."
+    "(BatchNorm, in-batch negatives), nor whether the loss divides by a constant (sum / 100): put "
+    "the loop's body into `with accelerator.accumulate(model):`."
 )
 
 WITHOUT_OTHER_WIDTHS = (
     "hf_ga: it was not tried whether padding changes the loss of a sample, as those rehearsed so "
     "far had one width: pad all batches to one length, or put the loop's body into `with "
     "accelerator.accumulate(model):`, and leave the division out."
+)
+
+WITHOUT_GRADIENT = (
+    "hf_ga: within a window, `.grad` is None: it appears with the last backward. Read or change it "
+    "below `if accelerator.sync_gradients:`."
 )
 
 WITHOUT_TARGETS = (
@@ -23,6 +28,11 @@ WITHOUT_SECOND_BATCH = (
     "hf_ga: an iteration took no batch of the loop's second loader. If it uses an earlier one, as "
     "itertools.cycle does, the update depends on the split of the window: iterate over the loader "
     "again (`while True: yield from loader`)."
+)
+
+WITHOUT_BACKWARD = (
+    "hf_ga: the loop ran no backward for a batch. If it skips batches by their samples or losses, "
+    "windows depend on how they are split: leave samples out in the dataset."
 )
 
 WITHOUT_A_TERM = (

@@ -44,7 +44,8 @@ class DrawCheck:
             f"the loop or the model drew random numbers ({source}) that cannot be tied to samples, "
             "so they depend on the split of the window. Draw with torch's functions by their full "
             "names (torch.randn, not randn imported from torch), one row for each sample, or in "
-            "the dataset or collate function; or accept it with "
+            "the dataset or collate function; sample in evaluations after optimizer.step(); or "
+            "accept it with "
             "Accelerator(allow_split_dependent_randomness=True)."
         )
 
