@@ -189,6 +189,24 @@ def test_they_are_refused_where_the_model_is_compiled(compiled):
     assert (gradient - expected).norm() < 1e-6 * expected.norm()
 
 
+def test_functions_are_compiled_again_after_an_error_of_the_loop():
+    """Where outputs are watched, they run eagerly."""
+
+    def failing(outputs, labels):
+        raise ValueError
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with pytest.raises(ValueError):
+        train(failing)
+    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(1))
+    assert graphs
+
+
 @pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_they_are_refused_under_fsdp(kind):

@@ -104,9 +104,14 @@ class StatisticCheck:
             is_compiled: Whether models are compiled. If not, functions that call them run eagerly.
         """
         self.is_on = True
+        with nullcontext() if is_compiled else force_eager(), self._stopped_at_end():
+            yield
+
+    @contextmanager
+    def _stopped_at_end(self) -> Iterator[None]:
+        """Forget everything at the end of the block."""
         try:
-            with nullcontext() if is_compiled else force_eager():
-                yield
+            yield
         finally:
             self.stop()
             self.is_on = False
@@ -115,7 +120,7 @@ class StatisticCheck:
 
     def stop(self) -> None:
         """Watch no longer, up to the next output: all watched tensors are plain ones again."""
-        if not self._watched:  # also where torch.compile traces this
+        if is_compiling():  # torch.compile traces a hook
             return
         for reference in self._watched:
             tensor = reference()
