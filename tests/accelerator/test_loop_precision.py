@@ -201,10 +201,9 @@ def checkpointed(case):
     return case.__class__(build, case.make_samples, case.collate)
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "T5"])
-def test_gradient_checkpointing_trains_the_same(name):
-    reference = trained_on_the_full_batch(name)
-    trained = train(Accelerator, UNEVEN, checkpointed(CASES[name]), NUM_SAMPLES)
+def test_gradient_checkpointing_trains_the_same():
+    reference = trained_on_the_full_batch("T5")
+    trained = train(Accelerator, UNEVEN, checkpointed(CASES["T5"]), NUM_SAMPLES)
     assert distance(trained.weights, reference.weights) < 1e-6
 
 

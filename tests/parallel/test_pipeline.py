@@ -52,8 +52,7 @@ SLOW = pytest.mark.slow("starts processes, as for the models before")
     "name",
     [
         "GPT-2",
-        "Llama",
-        *(pytest.param(name, marks=SLOW) for name in MODELS if name not in ("GPT-2", "Llama")),
+        *(pytest.param(name, marks=SLOW) for name in MODELS if name != "GPT-2"),
     ],
 )
 def test_two_stages_train_as_one_process(name):
@@ -183,21 +182,28 @@ def test_class_weights():
     assert h.relative_error(put_together(naive), full_batch(name)) > 0.1
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_micro_batches_are_padded_to_their_window_if_a_divisor_needs_it(is_known):
-    """As the trial found, or all ranks compute the window again because the last stage found it."""
+def test_micro_batches_are_padded_to_their_window_if_a_divisor_needs_it():
+    """The trial finds it. If it had not, all ranks would compute the window again, because the last
+    stage finds it; the next window is padded at once.
+    """
     name = "GPT-2 over positions"
 
-    def work() -> tuple[h.Gradients, bool]:
+    def work() -> list[tuple[h.Gradients, bool]]:
         pipeline, windows = make_pipeline(name, 2, "1f1b")
         assert windows.state.pad_to_window
-        windows.state.pad_to_window = is_known
-        pipeline.backward_window(next(iter(windows)))
-        return h.gradients(pipeline.model), windows.state.pad_to_window
+        windows.state.pad_to_window = False
+        window = next(iter(windows))
+        found = []
+        for _ in range(2):
+            pipeline.model.zero_grad()
+            pipeline.backward_window(window)
+            found.append((h.gradients(pipeline.model), windows.state.pad_to_window))
+        return found
 
-    gradients, are_padded = zip(*without_errors(on_ranks(work, 2)), strict=True)
-    assert all(are_padded)
-    assert h.relative_error(put_together(gradients), full_batch(name)) < FLOOR
+    for ranks in zip(*without_errors(on_ranks(work, 2)), strict=True):
+        gradients, are_padded = zip(*ranks, strict=True)
+        assert all(are_padded)
+        assert h.relative_error(put_together(gradients), full_batch(name)) < FLOOR
 
 
 def test_a_window_without_targets_is_skipped():
@@ -230,7 +236,7 @@ def test_no_stage_is_updated_if_one_is_not_finite(clip):
         assert is_unchanged
 
 
-@pytest.mark.parametrize(("failing", "schedule"), [(0, "1f1b"), (1, "1f1b"), (2, "gpipe")])
+@pytest.mark.parametrize(("failing", "schedule"), [(0, "1f1b"), (2, "gpipe")])
 def test_a_stage_that_fails_in_a_forward_ends_all(failing, schedule):
     """In its second micro-batch; the other stages name its error, and no stage is updated."""
 

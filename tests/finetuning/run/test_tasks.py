@@ -220,7 +220,6 @@ def test_every_split_of_every_task_is_the_full_batch(name, precision, place):
 
 
 @cases(
-    ("causal LM, row by row", "no"),
     ("tags", "no"),
     ("answers", "no"),
     in_float32=HEADS,
