@@ -3,6 +3,7 @@ would wait for each other).
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 SUPPORT = (
@@ -23,6 +24,11 @@ os.environ.setdefault(
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
+
+with suppress(ImportError):
+    # It configures logging when imported, which closes handlers' streams: before pytest has its
+    # own. The GPU's tests run where it is not installed.
+    import submitit  # noqa: F401
 
 
 def pytest_configure(config: pytest.Config) -> None:

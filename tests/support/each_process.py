@@ -5,18 +5,12 @@ Accelerate and of random numbers for each test. `conftest.py` loads it.
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 
 import hypothesis
 import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
-
-with suppress(ImportError):
-    # It configures logging when imported, which closes handlers' streams: not in the middle of a
-    # test. The GPU's tests run where it is not installed.
-    import submitit  # noqa: F401
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported
