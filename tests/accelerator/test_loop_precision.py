@@ -227,7 +227,11 @@ KINDS = ["ddp", "fsdp1", "fsdp2"]
 @pytest.mark.parametrize(
     ("name", "kind", "precision"),
     [
-        *(("GPT-2", kind, precision) for kind in KINDS for precision in h.ROUNDING),
+        ("GPT-2", "ddp", "fp16"),
+        ("GPT-2", "fsdp1", "no"),
+        ("GPT-2", "fsdp1", "bf16"),
+        ("GPT-2", "fsdp2", "bf16"),
+        ("GPT-2", "fsdp2", "fp16"),
         ("BERT", "fsdp2", "no"),
     ],
 )

@@ -142,8 +142,10 @@ def mean_by_hand(model, batch, of_rows, of_classes):
 
 CASES = {
     "both": ("classes", {**WEIGHED, "class_weights": "balanced"}),
+    "classes alone": ("classes", {"class_weights": "balanced"}),
     "tags": ("tags", {**WEIGHED, "class_weights": ["balanced"]}),
     "causal": ("causal LM, row by row", WEIGHED),
+    "masked": ("masked LM", WEIGHED),
     "translations": ("translations", {**WEIGHED, "predict_with_generate": False}),
 }
 
