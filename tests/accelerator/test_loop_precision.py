@@ -220,9 +220,6 @@ def sharded_windows(name, kind, precision):
     ]
 
 
-KINDS = ["ddp", "fsdp1", "fsdp2"]
-
-
 @pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
     ("name", "kind", "precision"),
