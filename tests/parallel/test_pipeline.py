@@ -59,6 +59,7 @@ def test_two_stages_train_as_one_process(name):
     assert_trains_as_one_process(name, num_stages=2, schedule="1f1b")
 
 
+@pytest.mark.slow("trains on several processes")
 def test_fewer_micro_batches_than_stages():
     """The short last window has fewer micro-batches than 1F1B needs for three stages. BERT's
     backwards need its buffers (indices of positions).
@@ -66,6 +67,7 @@ def test_fewer_micro_batches_than_stages():
     assert_trains_as_one_process("BERT classifier", num_stages=3, schedule="1f1b")
 
 
+@pytest.mark.slow("trains on several processes")
 def test_two_stages_in_two_replicas():
     assert_trains_as_one_process("GPT-2", num_stages=2, schedule="1f1b", num_replicas=2)
 
@@ -96,6 +98,7 @@ def keep_copies_apart(pipeline: hf_ga.Pipeline) -> None:
     pipeline._backend.tied = None
 
 
+@pytest.mark.slow("trains on several processes")
 def test_what_a_naive_pipeline_does_fails():
     """The control of the tests above."""
     alone("GPT-2")
@@ -431,6 +434,7 @@ def test_draws_that_samples_share_are_those_of_the_trial():
     assert h.relative_error(put_together(naive), truth) > 0.01
 
 
+@pytest.mark.slow("trains on several processes")
 def test_killed_and_resumed_on_one_process(tmp_path):
     """Control: without the optimizer's state the weights differ."""
     kill_two_stages(tmp_path)

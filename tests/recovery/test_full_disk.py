@@ -43,6 +43,7 @@ CASES = {
 }
 # With room again; the others differ in what is missing only.
 RESUMED = ("first checkpoint", "latest", "metrics")
+QUICK = ("first checkpoint", "latest", "plot")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,12 @@ def undisturbed(place):
     return train(place, place / "small", **SMALL), lines_of(place / "small")
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = pytest.mark.slow("as for the three others")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=SLOW) for case in CASES]
+)
 def test_full_disk(case, place, undisturbed, tmp_path, capsys, monkeypatch):
     """One line says which file, why and what to do; doing it gives the run that had room."""
     monkeypatch.setattr(outputs, "plot_curves", plot_curves)

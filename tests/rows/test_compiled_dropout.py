@@ -207,6 +207,7 @@ def test_an_error_in_a_compiled_layer_leaves_nothing_behind():
     assert_same(gradients_of(model, data), expected)
 
 
+@pytest.mark.slow("compiles layers")
 def test_a_trained_model_is_freed():
     model = compiled(layers())
     gradients_of(model, h.plain_samples(8))
@@ -217,6 +218,7 @@ def test_a_trained_model_is_freed():
     assert freed() is None
 
 
+@pytest.mark.slow("compiles layers")
 def test_a_layer_that_one_forward_calls_twice():
     """Its calls have masks of their own."""
     data = h.plain_samples(8)

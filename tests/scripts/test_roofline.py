@@ -140,6 +140,7 @@ def test_the_largest_bound_is_the_prediction():
     assert second[-3:] == ["2000 to 5000", "2000 to 5000", "2.00 to 0.80"]
 
 
+@pytest.mark.slow("counts the kernels of all models")
 def test_the_command(capsys, monkeypatch):
     samples = [{"input_ids": [5] * length} for length in range(4, 8)]
     monkeypatch.setitem(roofline.SAMPLES, "docstrings", lambda *_: samples)

@@ -655,6 +655,7 @@ def exit_code(monkeypatch, *arguments) -> int:
     return end.value.code
 
 
+@pytest.mark.slow("two runs")
 def test_the_script_makes_the_run_of_the_function(place, tmp_path, monkeypatch):
     """The whole way that a user goes, with curves; in a process of its own in the tests of README's
     commands.
