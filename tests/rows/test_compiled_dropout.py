@@ -162,7 +162,9 @@ def test_layers_that_were_compiled_with_dropout_of_torch():
     assert torch.equal(model(**batch), layers().eval()(**batch))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    "use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow("compiles layers"))]
+)
 def test_checkpointing_around_compiled_layers(use_reentrant):
     """The layer that is not compiled runs again, too, after forwards that end early."""
     data = h.plain_samples(8)

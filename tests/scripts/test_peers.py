@@ -11,6 +11,7 @@ import hf_ga
 
 LAYOUTS = ["even", "uneven", "one by one"]
 
+
 @pytest.fixture(scope="module")
 def reports():
     with pytest.MonkeyPatch.context() as patched:

@@ -106,6 +106,7 @@ def bends(kind: str, mode: roofline.Mode) -> int:
     return sizes[2] - 2 * sizes[1] + sizes[0]
 
 
+@pytest.mark.slow("counts the bytes of six models")
 @pytest.mark.parametrize("kind", SMALL)
 def test_only_stored_scores_grow_with_the_square_of_the_length(kind):
     assert bends(kind, replace(HF_GA, is_lean=False)) == 0
