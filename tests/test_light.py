@@ -50,6 +50,7 @@ def imported() -> list[set[str]]:
     return [set(json.loads(line)) for line in done.stdout.splitlines()[-3:]]
 
 
+@pytest.mark.slow("imports everything anew")
 def test_the_import_alone_loads_nothing(imported):
     loaded = imported[0]
     assert "hf_ga" in loaded
@@ -57,6 +58,7 @@ def test_the_import_alone_loads_nothing(imported):
     assert loaded & {*HEAVY, "torch", "transformers", "transformers.trainer"} == set()
 
 
+@pytest.mark.slow("imports everything anew")
 def test_the_library_loads_no_package_of_the_command(imported):
     loaded = imported[1]
     assert {"hf_ga.training", "hf_ga.check.check", "accelerate"} <= loaded
@@ -64,6 +66,7 @@ def test_the_library_loads_no_package_of_the_command(imported):
     assert {name for name in loaded if name.startswith("hf_ga.finetuning")} == set()
 
 
+@pytest.mark.slow("imports everything anew")
 def test_the_command_does_load_them(imported):
     """Otherwise the tests above would pass whatever happens."""
     assert {*PACKAGES} - {"jinja2", "matplotlib", "yaml"} <= imported[2]

@@ -201,10 +201,9 @@ def checkpointed(case):
     return case.__class__(build, case.make_samples, case.collate)
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "T5"])
-def test_gradient_checkpointing_trains_the_same(name):
-    reference = trained_on_the_full_batch(name)
-    trained = train(Accelerator, UNEVEN, checkpointed(CASES[name]), NUM_SAMPLES)
+def test_gradient_checkpointing_trains_the_same():
+    reference = trained_on_the_full_batch("T5")
+    trained = train(Accelerator, UNEVEN, checkpointed(CASES["T5"]), NUM_SAMPLES)
     assert distance(trained.weights, reference.weights) < 1e-6
 
 
@@ -221,14 +220,15 @@ def sharded_windows(name, kind, precision):
     ]
 
 
-KINDS = ["ddp", "fsdp1", "fsdp2"]
-
-
 @pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
     ("name", "kind", "precision"),
     [
-        *(("GPT-2", kind, precision) for kind in KINDS for precision in h.ROUNDING),
+        ("GPT-2", "ddp", "fp16"),
+        ("GPT-2", "fsdp1", "no"),
+        ("GPT-2", "fsdp1", "bf16"),
+        ("GPT-2", "fsdp2", "bf16"),
+        ("GPT-2", "fsdp2", "fp16"),
         ("BERT", "fsdp2", "no"),
     ],
 )

@@ -206,7 +206,7 @@ def right_weights(step):
 # model's own loss.
 @pytest.mark.parametrize(
     ("step", "layout"),
-    [*((step, UNEVEN) for step in RIGHT), (own_loss, FULL_BATCH), (own_loss, TWO_STEPS)],
+    [*((step, UNEVEN) for step in RIGHT), (own_loss, FULL_BATCH)],
 )
 def test_losses_that_are_right(step, layout):
     weights = Attempt(documented(step)).run(Accelerator, layout)

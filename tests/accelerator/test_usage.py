@@ -307,7 +307,9 @@ LOADERS = [
 @pytest.mark.parametrize(
     ("make_loader", "layout"),
     [
-        *((make_loader, TWO_STEPS) for make_loader in LOADERS[1:]),
+        (weighted, TWO_STEPS),
+        (weighted_with_generator, TWO_STEPS),
+        (in_batches, TWO_STEPS),
         (shuffled, Layout(4, 4)),
     ],
 )
@@ -344,9 +346,9 @@ def shuffled_with_generator(samples, batch_size, seed=5):
     return shuffled(samples, batch_size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("make_loader", [weighted_with_generator, shuffled_with_generator])
-def test_a_generator_chooses_the_order(make_loader):
+def test_a_generator_chooses_the_order():
     """Whatever the seed of the run."""
+    make_loader = shuffled_with_generator
     one, same = (two_epochs(TWO_STEPS, make_loader, seed=seed).windows for seed in (2, 3))
     other = two_epochs(TWO_STEPS, partial(make_loader, seed=6)).windows
     assert one == same
@@ -441,7 +443,7 @@ def evaluate(training, loader):
 
 @pytest.mark.parametrize(
     ("layout", "own_loader"),
-    [(TWO_STEPS, True), (UNEVEN, True), (UNEVEN, False)],
+    [(UNEVEN, True), (UNEVEN, False)],
 )
 def test_evaluations_within_an_epoch_change_nothing(layout, own_loader):
     weights, windows = found_in_two_epochs(layout)

@@ -56,7 +56,7 @@ def test_every_size_gives_the_gradient_of_the_whole_batch(name):
     assert h.relative_error(cases.naive_gradient(case, 3), truth) > 1e-3
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["GPT-2", "T5", "own loss"])
 def test_every_size_draws_the_same_dropout(name):
     case = CASES[name]
     whole, loss = gradient(case, 0.1, NUM_SAMPLES)

@@ -49,7 +49,7 @@ def on_rank(case, dropout, size, wrap=lambda model: model, shares=SHARES, cut=la
     return h.gradients(getattr(model, "module", model)), float(loss)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["GPT-2", "T5", "BERT answers", "own loss"])
 def test_two_ranks_have_the_gradient_of_both_batches_together(name):
     case = CASES[name]
     batch = case.batch()

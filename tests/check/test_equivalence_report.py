@@ -190,6 +190,7 @@ def test_another_loss_is_compared_with_nothing(flags, tmp_path):
     assert "no other step is compared" in read["facts"][-1]
 
 
+@pytest.mark.slow("checks two steps in all layouts")
 def test_assert_is_about_hf_ga_and_fails_where_it_does(flags, tmp_path, monkeypatch, capsys):
     flags = [*flags, "--check_layouts", "uneven", "--assert", "--output_dir", str(tmp_path)]
     assert main([*flags, "--compare", "accelerate"]) == 0

@@ -147,6 +147,7 @@ def test_windows_that_must_be_padded_are_not_packed():
     assert {calls for calls, _ in planned[4:]} == {WINDOW // 2}
 
 
+@pytest.mark.slow("starts processes")
 def test_two_processes_have_one_plan():
     def work():
         planned, model, loader = train(make_accelerator("ddp"))

@@ -240,7 +240,7 @@ def test_a_term_of_one_call_is_refused_where_it_ends_the_speed_ups(monkeypatch):
         train(CASES["GPT-2"], monkeypatch, loss_of)
 
 
-@pytest.mark.parametrize("loss_of", [loss_of_hidden_states, two_forwards, loss_of_logits])
+@pytest.mark.parametrize("loss_of", [loss_of_hidden_states, loss_of_logits])
 def test_a_window_is_repeated_if_the_loop_changes_its_loss(loss_of, monkeypatch):
     loss_of = partial(later, loss_of)
     gradients, used, _ = train(CASES["GPT-2"], monkeypatch, loss_of)

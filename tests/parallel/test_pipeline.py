@@ -52,14 +52,14 @@ SLOW = pytest.mark.slow("starts processes, as for the models before")
     "name",
     [
         "GPT-2",
-        "Llama",
-        *(pytest.param(name, marks=SLOW) for name in MODELS if name not in ("GPT-2", "Llama")),
+        *(pytest.param(name, marks=SLOW) for name in MODELS if name != "GPT-2"),
     ],
 )
 def test_two_stages_train_as_one_process(name):
     assert_trains_as_one_process(name, num_stages=2, schedule="1f1b")
 
 
+@pytest.mark.slow("trains on several processes")
 def test_fewer_micro_batches_than_stages():
     """The short last window has fewer micro-batches than 1F1B needs for three stages. BERT's
     backwards need its buffers (indices of positions).
@@ -67,6 +67,7 @@ def test_fewer_micro_batches_than_stages():
     assert_trains_as_one_process("BERT classifier", num_stages=3, schedule="1f1b")
 
 
+@pytest.mark.slow("trains on several processes")
 def test_two_stages_in_two_replicas():
     assert_trains_as_one_process("GPT-2", num_stages=2, schedule="1f1b", num_replicas=2)
 
@@ -97,6 +98,7 @@ def keep_copies_apart(pipeline: hf_ga.Pipeline) -> None:
     pipeline._backend.tied = None
 
 
+@pytest.mark.slow("trains on several processes")
 def test_what_a_naive_pipeline_does_fails():
     """The control of the tests above."""
     alone("GPT-2")
@@ -183,21 +185,28 @@ def test_class_weights():
     assert h.relative_error(put_together(naive), full_batch(name)) > 0.1
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_micro_batches_are_padded_to_their_window_if_a_divisor_needs_it(is_known):
-    """As the trial found, or all ranks compute the window again because the last stage found it."""
+def test_micro_batches_are_padded_to_their_window_if_a_divisor_needs_it():
+    """The trial finds it. If it had not, all ranks would compute the window again, because the last
+    stage finds it; the next window is padded at once.
+    """
     name = "GPT-2 over positions"
 
-    def work() -> tuple[h.Gradients, bool]:
+    def work() -> list[tuple[h.Gradients, bool]]:
         pipeline, windows = make_pipeline(name, 2, "1f1b")
         assert windows.state.pad_to_window
-        windows.state.pad_to_window = is_known
-        pipeline.backward_window(next(iter(windows)))
-        return h.gradients(pipeline.model), windows.state.pad_to_window
+        windows.state.pad_to_window = False
+        window = next(iter(windows))
+        found = []
+        for _ in range(2):
+            pipeline.model.zero_grad()
+            pipeline.backward_window(window)
+            found.append((h.gradients(pipeline.model), windows.state.pad_to_window))
+        return found
 
-    gradients, are_padded = zip(*without_errors(on_ranks(work, 2)), strict=True)
-    assert all(are_padded)
-    assert h.relative_error(put_together(gradients), full_batch(name)) < FLOOR
+    for ranks in zip(*without_errors(on_ranks(work, 2)), strict=True):
+        gradients, are_padded = zip(*ranks, strict=True)
+        assert all(are_padded)
+        assert h.relative_error(put_together(gradients), full_batch(name)) < FLOOR
 
 
 def test_a_window_without_targets_is_skipped():
@@ -230,7 +239,7 @@ def test_no_stage_is_updated_if_one_is_not_finite(clip):
         assert is_unchanged
 
 
-@pytest.mark.parametrize(("failing", "schedule"), [(0, "1f1b"), (1, "1f1b"), (2, "gpipe")])
+@pytest.mark.parametrize(("failing", "schedule"), [(0, "1f1b"), (2, "gpipe")])
 def test_a_stage_that_fails_in_a_forward_ends_all(failing, schedule):
     """In its second micro-batch; the other stages name its error, and no stage is updated."""
 
@@ -425,6 +434,7 @@ def test_draws_that_samples_share_are_those_of_the_trial():
     assert h.relative_error(put_together(naive), truth) > 0.01
 
 
+@pytest.mark.slow("trains on several processes")
 def test_killed_and_resumed_on_one_process(tmp_path):
     """Control: without the optimizer's state the weights differ."""
     kill_two_stages(tmp_path)

@@ -97,8 +97,8 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "made"),
     [
-        ("gpt2", build_empty),
         ("gpt2", build_others),
+        pytest.param("gpt2", build_empty, marks=slow),
         pytest.param("gpt2", build_on_meta, marks=slow),
         pytest.param("bert", build_on_meta, marks=slow),
         pytest.param("mixtral", build_on_meta, marks=slow),
@@ -121,6 +121,7 @@ def test_gradient_and_updates_are_those_of_one_process(name, made):
         assert h.relative_error(found_weights, weights) < 1e-6
 
 
+@pytest.mark.slow("the control, on two processes")
 def test_without_the_setting_each_rank_shards_its_own_weights():
     """The control: the other ranks' weights would be seen."""
     build, layer = LAYERS["gpt2"]

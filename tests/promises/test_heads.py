@@ -157,17 +157,13 @@ class Criterion(nn.Module):
 
 # name: (model, samples)
 RIGHT = {
-    "GPT-2": (h.gpt2, h.token_samples),
     "GPT-2, completion only": (h.gpt2, completion_samples),
     "GPT-2, equal lengths": (h.gpt2, equal_length_samples),
     "GPT-2, one sample": (h.gpt2, lambda n: h.token_samples(1)),
     "GPT-2, few samples with targets": (h.gpt2, few_targets),
     "BERT masked LM": (h.bert_masked_lm, h.token_samples),
-    "BERT masked LM, few samples with targets": (h.bert_masked_lm, few_targets),
     "BERT masked LM, column 0 ignored": (h.bert_masked_lm, completion_samples),
-    "BERT tokens": (h.bert_token_classifier, h.tag_samples),
     "T5": (h.t5, h.token_samples),
-    "XLNet LM": (h.xlnet_lm, h.token_samples),
     "BERT classes": (h.bert_classifier, h.class_samples),
     "BERT classes, one column": (
         h.bert_classifier,

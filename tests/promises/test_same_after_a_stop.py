@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryFile
 
+import pytest
 from forked import start_script
 from runs import filled_place, relative_distance, small_config
 
@@ -63,5 +64,6 @@ def check(folder: Path, **more) -> None:
         assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.slow("three runs")
 def test_a_killed_run_is_resumed_bit_for_bit(tmp_path):
     check(tmp_path)

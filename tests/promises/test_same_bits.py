@@ -17,7 +17,6 @@ CHUNK, STEPS = 4, 6  # samples; an epoch has three full windows and a short one
 KINDS = {  # settings; "no flag" is the control
     "GPT-2": {},
     "BERT, masked LM, bf16": {"task": "masked-lm", "model": "bert"},
-    "LoRA": {"lora_r": 2, "lora_dropout": 0.1},
     "no flag": {"same_bits": None},
 }
 LAYOUTS = [(1, CHUNK), (4, 4 * CHUNK)]  # processes, per-device batch size

@@ -109,6 +109,7 @@ def longest_pause(folder: Path, tensors: dict[str, torch.Tensor]) -> float:
     return max(after - before for before, after in pairwise(moments))
 
 
+@pytest.mark.slow("waits while a model is saved")
 def test_the_run_goes_on_while_the_bytes_are_written(tmp_path, monkeypatch):
     """Control: torch's own writer holds Python's lock while it builds the bytes of a file. The
     least of several tries: other processes of the machine make pauses, too.

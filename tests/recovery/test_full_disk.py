@@ -26,14 +26,6 @@ SMALL = {
 # What is limited from which call on, to how many bytes; the file that cannot be written; the
 # checkpoint that is kept.
 CASES = {
-    "weights and optimizer": (
-        recovery_saving,
-        "write_shards",
-        2,
-        1_000,
-        "partial-checkpoint-4/shards",
-        "checkpoint-2",
-    ),
     "manifest": (checkpoint, "write_manifest", 2, 100, "partial-checkpoint-4", "checkpoint-2"),
     "latest": (checkpoint, "set_latest", 2, 10, "", "checkpoint-2"),
     "first checkpoint": (
@@ -46,16 +38,12 @@ CASES = {
     ),
     "best model": (outputs, "_save_in_original_dtype", 2, 1_000, "best", "checkpoint-2"),
     "metrics": (loop, "write_metrics", 3, 500, "metrics.jsonl", "checkpoint-2"),
-    "last model": (outputs, "save_last", 1, 1_000, "model.safetensors", "checkpoint-4"),
     "plot": (outputs, "plot_curves", 1, 1_000, "curves.png", "checkpoint-4"),
     "summary": (outputs, "write_json", 1, 100, "summary.json", "checkpoint-4"),
 }
-RESUMED = (
-    "first checkpoint",
-    "latest",
-    "best model",
-    "metrics",
-)  # with room again; the others differ in what is missing only
+# With room again; the others differ in what is missing only.
+RESUMED = ("first checkpoint", "latest", "metrics")
+QUICK = ("first checkpoint", "latest", "plot")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +51,12 @@ def undisturbed(place):
     return train(place, place / "small", **SMALL), lines_of(place / "small")
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = pytest.mark.slow("as for the three others")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=SLOW) for case in CASES]
+)
 def test_full_disk(case, place, undisturbed, tmp_path, capsys, monkeypatch):
     """One line says which file, why and what to do; doing it gives the run that had room."""
     monkeypatch.setattr(outputs, "plot_curves", plot_curves)

@@ -191,7 +191,9 @@ def at_random(seed: int, share: float = 0.25):
     return lambda: rng.random() < share
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("workers", 4), ("stream", 7)])
+@pytest.mark.parametrize(
+    ("kind", "seed"), [("workers", 4), pytest.param("stream", 7, marks=pytest.mark.slow("a run"))]
+)
 def test_run_with_failures_at_random_is_the_undisturbed_one(kind, seed):
     """Loss by loss, in forwards and backwards; every window sees each of its samples once."""
     expected, *_ = run_of_steps("no", lambda: False, kind="stream" if kind == "stream" else "list")

@@ -99,6 +99,7 @@ def test_one_run_on_five_layouts(place, whole, tmp_path):
     assert summary["eval_loss"] == pytest.approx(whole[0]["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.slow("the control")
 def test_a_resume_that_forgets_the_moments_is_another_run(place, whole, tmp_path, monkeypatch):
     """The control: the same comparisons fail."""
 

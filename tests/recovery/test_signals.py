@@ -134,14 +134,9 @@ def test_in_another_thread_nothing_changes():
 @pytest.mark.parametrize(
     ("where", "call", "name", "step"),
     [
-        ("train_step", 5, "SIGTERM", 5),
         ("_evaluate", 1, "SIGUSR1", 4),  # finished first, as is the next window
-        (
-            "save",
-            3,
-            "SIGINT",
-            8,
-        ),  # behind the last window: what follows it is left to the resumed run
+        # Behind the last window: what follows it is left to the resumed run.
+        ("save", 3, "SIGINT", 8),
     ],
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(
@@ -172,6 +167,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     assert relative_distance(out / "best", undisturbed[1] / "best") == 0
 
 
+@pytest.mark.slow("a whole run")
 def test_stopped_while_windows_make_no_step(place, tmp_path):
     """At step 0, where there is nothing yet to save but the place in the order."""
     settings = {
@@ -267,6 +263,7 @@ def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(
 # ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("a whole run")
 def test_two_processes_stop_in_the_same_window(place, undisturbed, tmp_path, monkeypatch):
     """Only one gets the signal; the resumed run is the undisturbed one."""
 

@@ -50,12 +50,8 @@ CASES = {
     "size 80": Case((50, 21), heads=2, key_heads=1, size=80),
     "size 8": Case((30, 5), size=8, is_causal=False, drop_probability=0.5),
 }
-PRECISIONS = [
-    *((name, torch.float32) for name in CASES),
-    ("bidirectional", torch.bfloat16),
-    ("grouped", torch.float16),
-    ("size 80", torch.bfloat16),
-]
+IN_HALF_PRECISION = {"grouped": torch.float16, "size 80": torch.bfloat16}
+PRECISIONS = [(name, IN_HALF_PRECISION.get(name, torch.float32)) for name in CASES]
 
 
 def inputs(case, dtype=torch.float32):

@@ -162,7 +162,9 @@ def test_layers_that_were_compiled_with_dropout_of_torch():
     assert torch.equal(model(**batch), layers().eval()(**batch))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    "use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow("compiles layers"))]
+)
 def test_checkpointing_around_compiled_layers(use_reentrant):
     """The layer that is not compiled runs again, too, after forwards that end early."""
     data = h.plain_samples(8)
@@ -207,6 +209,7 @@ def test_an_error_in_a_compiled_layer_leaves_nothing_behind():
     assert_same(gradients_of(model, data), expected)
 
 
+@pytest.mark.slow("compiles layers")
 def test_a_trained_model_is_freed():
     model = compiled(layers())
     gradients_of(model, h.plain_samples(8))
@@ -217,6 +220,7 @@ def test_a_trained_model_is_freed():
     assert freed() is None
 
 
+@pytest.mark.slow("compiles layers")
 def test_a_layer_that_one_forward_calls_twice():
     """Its calls have masks of their own."""
     data = h.plain_samples(8)

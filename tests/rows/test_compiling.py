@@ -93,8 +93,7 @@ def compile_in_place(model, backend):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("how", [compile_in_place, compile_forward])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("how", "dropout"), [(compile_in_place, 0.1), (compile_forward, 0.0)])
 def test_a_model_that_was_compiled_before_its_proof(how, dropout):
     """It is tested as written, and trains compiled."""
     data = h.token_samples(12)

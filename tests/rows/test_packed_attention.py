@@ -199,8 +199,7 @@ def padded_gradients(model, samples, collate=pad_right):
     [
         ("GPT-2", 0.1, {}),  # two layers: each draws its own masks
         ("GPT-2", 0.0, ONE_LAYER),
-        *((name, 0.1, ONE_LAYER) for name in ("BERT", "Llama", "Mistral")),
-        ("Mistral", 0.0, ONE_LAYER),
+        *((name, 0.1, ONE_LAYER) for name in ("BERT", "Mistral")),
     ],
 )
 def test_loss_and_gradient_are_those_of_padded_samples(name, dropout, more):
@@ -222,9 +221,8 @@ def test_loss_and_gradient_are_those_of_padded_samples(name, dropout, more):
             h.assert_promise_1(other, full, truth)
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-def test_under_autocast_it_computes_in_half_precision(name):
-    build, make = MODELS[name]
+def test_under_autocast_it_computes_in_half_precision():
+    build, make = MODELS["GPT-2"]
     model = build(0.1, **ONE_LAYER)
     samples = samples_of(make)
     truth, value, _ = padded_gradients(model, samples)
@@ -269,9 +267,8 @@ def test_compiled_rows_use_the_kernels(name, more, autocast, monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "BERT"])
-def test_a_trial_uses_it(name):
-    build, make = MODELS[name]
+def test_a_trial_uses_it():
+    build, make = MODELS["GPT-2"]
     packing = Packing(use_kernel=True)
     model = build(0.1, **ONE_LAYER).to(DEVICE)
     found = tried(model, samples_of(make, 12), pad_right, speed_ups=[packing])

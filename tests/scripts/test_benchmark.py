@@ -112,7 +112,10 @@ def test_every_arm_sees_each_sample_once_an_epoch_and_waits_for_its_turn(model, 
     assert measured.padding < bound
 
 
-@pytest.mark.parametrize(("model", "backend"), [("gpt", None), ("bert", "eager")])
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [("gpt", None), pytest.param("bert", "eager", marks=pytest.mark.slow("compiles layers"))],
+)
 def test_full_rows_have_one_shape_and_as_many_tokens_as_a_window(model, backend):
     """480 real tokens in three windows: two micro-batches of four rows of 20 each."""
     run = BenchmarkRun(setting_of(model))

@@ -51,6 +51,7 @@ def build(root, site):
     )
 
 
+@pytest.mark.slow("builds the site")
 def test_the_site_builds_without_a_warning(tmp_path):
     result = build(ROOT, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr

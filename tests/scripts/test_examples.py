@@ -46,7 +46,7 @@ LINES = dict(
 )
 OTHER = """ --adam_beta1 0.8 --adam_beta2 0.98 --adam_epsilon 1e-6 --weight_decay 0.1 --max_grad_norm 0.5 --seed 7
     --gradient_accumulation_steps 2 --max_train_samples 30 --lr_scheduler_type constant_with_warmup --warmup_steps 0.2"""
-QUICK = ("run_clm", "run_glue", "run_translation", "run_ner with other settings")
+QUICK = ("run_glue", "run_ner with other settings")
 LINES["run_ner with other settings"] = LINES["run_ner"] + OTHER
 
 

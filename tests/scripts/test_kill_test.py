@@ -48,6 +48,7 @@ def resumed(folder, output):
     return kill_test.differences(folder / "undisturbed", output)
 
 
+@pytest.mark.slow("five runs")
 def test_a_resumed_run_is_the_same_and_one_without_the_optimizer_is_not(
     undisturbed, tmp_path, monkeypatch
 ):

@@ -212,6 +212,7 @@ def test_accelerates_own_loops_are_not(monkeypatch):
         assert (theirs - expected).norm() > 1e-4 * expected.norm()
 
 
+@pytest.mark.slow("starts processes")
 def test_the_pipeline_runs_and_goes_on_without_stages(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -367,6 +368,7 @@ def test_the_chats_make_the_same_updates_in_every_layout(small_qwen, capsys):
     assert h.relative_error(adapters(plain), adapters(plain | full_batch)) > 1e-4
 
 
+@pytest.mark.slow("checks two steps in all layouts")
 def test_the_check_convicts_the_step_and_acquits_ours(capsys):
     names, printed = execute(BLOCKS["checker"][0], capsys)
     assert "hf_ga: passed" in printed

@@ -106,6 +106,7 @@ def bends(kind: str, mode: roofline.Mode) -> int:
     return sizes[2] - 2 * sizes[1] + sizes[0]
 
 
+@pytest.mark.slow("counts the bytes of six models")
 @pytest.mark.parametrize("kind", SMALL)
 def test_only_stored_scores_grow_with_the_square_of_the_length(kind):
     assert bends(kind, replace(HF_GA, is_lean=False)) == 0
@@ -140,6 +141,7 @@ def test_the_largest_bound_is_the_prediction():
     assert second[-3:] == ["2000 to 5000", "2000 to 5000", "2.00 to 0.80"]
 
 
+@pytest.mark.slow("counts the kernels of all models")
 def test_the_command(capsys, monkeypatch):
     samples = [{"input_ids": [5] * length} for length in range(4, 8)]
     monkeypatch.setitem(roofline.SAMPLES, "docstrings", lambda *_: samples)

@@ -20,6 +20,7 @@ from hf_ga.check.gradients import relative_error, take_gradients
 SIMPLE = ("gpt2", "bert", "mixtral", "t5", "vit")  # between them, heads of all kinds
 
 
+@pytest.mark.slow("builds a model of each kind")
 def test_samples_of_every_kind_have_a_loss():
     heads = {head.kind: head for head in all_heads() if head.model_type in SIMPLE}
     assert set(heads) == set(KINDS)

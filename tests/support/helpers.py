@@ -130,7 +130,6 @@ def _xlnet(head: type, dropout: float = 0.0) -> nn.Module:
 
 # The loss of the classifier depends on the padding width: its summary is the last column.
 xlnet_classifier = seeded(partial(_xlnet, tf.XLNetForSequenceClassification))
-xlnet_lm = seeded(partial(_xlnet, tf.XLNetLMHeadModel))
 
 
 @seeded

@@ -135,7 +135,7 @@ DRAWING = ("two dropouts", "noisy embeddings")
 RIGHT_IN_TRAINER = ("label smoothing", "divided by items", "compute_loss_func")
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [*DRAWING, "distillation", "class weights", "divided by items"])
 def test_every_split_makes_the_same_updates(case, name):
     """With dropout; the control is Trainer, also where it is wrong only because of the masks."""
     base, more = FORMS[name]

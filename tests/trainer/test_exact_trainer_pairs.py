@@ -60,13 +60,12 @@ def reward(folder, trainer_class, model, layout, **more):
     )
 
 
+@pytest.mark.slow("a quick test has the gradient of one layout")
 @pytest.mark.parametrize(
     ("run", "base"),
     [
         (reward, RewardTrainer),
-        pytest.param(
-            dpo, DPOTrainer, marks=pytest.mark.slow("a quick test has the gradient of one layout")
-        ),
+        (dpo, DPOTrainer),
     ],
 )
 def test_all_layouts_make_the_same_updates_and_trls_do_not(run, base, tmp_path):

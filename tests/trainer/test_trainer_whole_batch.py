@@ -82,6 +82,7 @@ def pairs_trainer(case, layout):
     return given.run(Contrast, layout, trainer={"data_collator": pairs.collate_pairs}, **ARGUMENTS)
 
 
+@pytest.mark.slow("five runs")
 def test_two_forwards_and_a_temperature(case):
     whole = pairs_trainer(case, (16, 1))
     assert "log_scale" in whole.gradients[0]

@@ -272,8 +272,10 @@ def test_processes_share_each_window_without_communication(num_processes, buffer
 # --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("consumed", [0, 1, 3, 4])
-@pytest.mark.parametrize(("num_workers", "buffer_size"), [(0, 0), (0, 11), (1, 11)])
+@pytest.mark.parametrize(
+    ("consumed", "num_workers", "buffer_size"),
+    [(3, 0, 0), (0, 0, 11), (1, 0, 11), (4, 0, 11), (3, 1, 11)],
+)
 def test_resume_inside_an_epoch(consumed, num_workers, buffer_size):
     """The state counts windows that were taken, not those that were read; it goes on in another
     layout, and so does the loader.

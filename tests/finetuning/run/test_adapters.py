@@ -240,7 +240,6 @@ HAS_BITSANDBYTES = (
 KINDS = {
     "DoRA": {"use_dora": True},
     **({"QLoRA": {"load_in_4bit": True}} if HAS_BITSANDBYTES else {}),
-    "a whole module": {"lora_modules_to_save": ["ln_f"], "lora_target_modules": ["c_attn"]},
 }
 
 

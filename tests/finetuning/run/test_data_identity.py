@@ -184,6 +184,7 @@ def test_a_template_of_texts_is_not_compared(chats):
     assert found[0]["chat_template"] is None
 
 
+@pytest.mark.slow("five runs")
 def test_rows_of_a_stream(chats, monkeypatch):
     """Those that are read ahead; the rest is rendered when it comes."""
     streamed = {"streaming": True, "shuffle_buffer_size": 4}

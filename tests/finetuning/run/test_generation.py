@@ -70,6 +70,7 @@ def by_hand(model, ids, count):
     return made
 
 
+@pytest.mark.slow("a whole run")
 def test_a_generated_text_is_that_of_its_source_alone(place, model):
     """In batches of every size; the control: without the mask, padding would change it."""
     setup, samples = setup_and_samples(place)

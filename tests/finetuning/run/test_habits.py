@@ -126,6 +126,7 @@ def test_the_best_by_accuracy_is_the_best(place, tmp_path):
     )
 
 
+@pytest.mark.slow("two runs")
 def test_evaluating_and_saving_leave_the_training_alone(undisturbed, place, tmp_path):
     """And so does whatever was drawn before in the process: new weights depend on the run's seed
     alone.
@@ -160,6 +161,7 @@ def test_on_step_gets_every_line_and_the_model(place, tmp_path):
     assert with_it["weights_sha256"] == without["weights_sha256"]
 
 
+@pytest.mark.slow("two runs")
 def test_fp16_resumes_bit_for_bit_with_its_scale(launched, place, tmp_path):
     """And in no other precision."""
     launched("fp16")

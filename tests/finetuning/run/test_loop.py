@@ -223,6 +223,7 @@ def test_another_split_of_the_windows_is_the_same_run(run, place, tmp_path):
     assert relative_distance(tmp_path / "other", run[1]) > 1e-3
 
 
+@pytest.mark.slow("two runs")
 def test_checkpointed_activations_and_workers_are_the_same_run(run, place, tmp_path):
     train(place, tmp_path / "out", gradient_checkpointing=True, dataloader_num_workers=1)
     assert relative_distance(tmp_path / "out", run[1]) <= 5e-5

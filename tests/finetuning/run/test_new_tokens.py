@@ -117,8 +117,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", [{}, LORA])
-@pytest.mark.parametrize("name", ["tied", "untied", "encoder"])
+@pytest.mark.parametrize(("name", "kind"), [("tied", LORA), ("untied", {}), ("encoder", LORA)])
 def test_new_rows_are_trained_saved_and_the_same_after_a_stop(name, kind, models, tmp_path):
     """With LoRA, all other rows of the embeddings keep their bits."""
     summary = train_new(models, tmp_path / "out", name, **kind)

@@ -50,7 +50,13 @@ def real(prediction):
     return [row[row > 2] for ids in prediction for row in ids]  # without special tokens
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow("generates") if name == "translations" else [])
+        for name in HEADS
+    ],
+)
 def test_compute_metrics_gets_what_trainer_gives_it(name, place, tmp_path):
     """Ragged arrays in three batches by length, sorted by sample. The control: in another order
     they differ.

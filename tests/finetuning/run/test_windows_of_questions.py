@@ -144,6 +144,7 @@ def test_mean_over_questions_not_windows():
     assert other["exact_match"] == 0.25
 
 
+@pytest.mark.slow("runs in several layouts")
 def test_the_update_does_not_depend_on_the_split(place):
     """Windows are samples: micro-batches of 8 or of 3 of a window train the same model."""
     settings = {"doc_stride": STRIDE, "max_length": LONGEST, "max_steps": 2, "eval_steps": 2}
