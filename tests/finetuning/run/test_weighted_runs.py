@@ -19,7 +19,7 @@ from steps import backward_window
 
 import hf_ga
 from hf_ga.finetuning.data import sources
-from hf_ga.finetuning.run.build import build_run, chosen_loss_fn, prepare_setup
+from hf_ga.finetuning.run.build import build_run, chosen_loss_fn, prepare_setup, samples_to_try
 from hf_ga.finetuning.run.flags.cli import parse_config
 from hf_ga.order.order import epoch_order
 from hf_ga.order.plan import plan_by_sizes
@@ -275,6 +275,15 @@ def test_a_stream_has_the_same_weights(weighed, tmp_path):
     (line,) = lines_of(tmp_path)
     assert line["loss"] == pytest.approx(total / weight, rel=1e-5)
     assert line["num_targets"] == weight != plain
+
+
+def test_the_loss_is_tried_on_rows_with_a_weight(weighed):
+    data = prepare_setup(
+        config_of(weighed, weighed / "unused", "classes", **WEIGHED), Accelerator()
+    )
+    weights = [sample["weight"] for sample in samples_to_try(data.data)]
+    assert len(weights) > 1
+    assert min(weights) > 0 == min(data.data.splits["train"]["weight"])
 
 
 def test_most_rows_may_have_weight_0(weighed, tmp_path):
