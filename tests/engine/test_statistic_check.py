@@ -189,6 +189,69 @@ def test_they_are_refused_where_the_model_is_compiled(compiled):
     assert (gradient - expected).norm() < 1e-6 * expected.norm()
 
 
+class OfColumns(nn.Module):
+    """Its samples are columns, and it returns nothing but its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, features, labels):
+        return F.cross_entropy(self.layer(features.T), labels.flatten())
+
+
+def fail_before_backward():
+    """A loop by hand that raises between its forward and its backward."""
+    model = Classifier(None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = TensorDataset(torch.randn(NUM_SAMPLES, 3))
+    accelerator = hf_ga.Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(samples, BATCH_SIZE)
+    )
+    with pytest.raises(ArithmeticError):
+        for (x,) in loader:
+            model(x)
+            raise ArithmeticError
+
+
+def train_unwatched():
+    """A loop in which a compiled model has neither outputs nor a batch with rows of samples."""
+    model = OfColumns()
+    model.compile(backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = [(torch.randn(3), torch.tensor(number % 3)) for number in range(NUM_SAMPLES)]
+
+    def collate(samples):
+        features, labels = zip(*samples, strict=True)
+        return torch.stack(features, dim=1), torch.stack(labels)[None]
+
+    accelerator = hf_ga.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = DataLoader(samples, BATCH_SIZE, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile reads `.grad`
+@pytest.mark.parametrize("run", [fail_before_backward, train_unwatched])
+def test_functions_are_compiled_after_a_loop(run):
+    """They run eagerly where it is watched what the loop computes."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    run()
+    torch.compile(torch.sin, backend=backend)(torch.randn(3))
+    torch.compiler.set_stance("default")
+    assert compiled
+
+
 @pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_they_are_refused_under_fsdp(kind):
