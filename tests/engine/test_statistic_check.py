@@ -189,6 +189,13 @@ def test_they_are_refused_where_the_model_is_compiled(compiled):
     assert (gradient - expected).norm() < 1e-6 * expected.norm()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_they_are_refused_in_the_loss_of_a_model_with_compiled_layers():
+    for loss_of in (weighted_above_the_median, detached_topk):
+        with pytest.raises(hf_ga.LossNotAdditive, match="compares samples with a statistic"):
+            train(loss_of, is_own_loss=True, compiled=in_layers)
+
+
 class OfColumns(nn.Module):
     """Its samples are columns, and it returns nothing but its loss."""
 
