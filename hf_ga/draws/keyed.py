@@ -311,7 +311,11 @@ class KeyedDraws:
             reason = "it is drawn in a backward, and does not repeat a draw of the forward"
             raise NotKeyed(function, shape, reason, REMEDY_IN_BACKWARD)
         if self._is_after_backward and self._is_in_evaluation(generator):
-            raise NotKeyed(function, shape, "it is drawn in an evaluation")
+            reason = (
+                "it is drawn without gradients after a backward, as in an evaluation: draw what is "
+                "of samples before that backward"
+            )
+            raise NotKeyed(function, shape, reason)
         if is_in_vmap():
             raise NotKeyed(function, shape, "it is drawn in a function that torch.vmap transforms")
         kind = (function, len(shape))
@@ -509,7 +513,7 @@ class KeyedDraws:
 
 def _untraced_draws(original: Callable, replacement: Callable) -> Callable:
     """Return a replacement that breaks a graph of torch.compile only where it draws: a dropout of 0
-    is traced as torch's own.
+    or of an evaluation is traced as torch's own.
     """
     untraced = torch.compiler.disable(replacement)
     if original.__name__ == "scaled_dot_product_attention":
@@ -523,9 +527,11 @@ def _untraced_draws(original: Callable, replacement: Callable) -> Callable:
     if original.__name__ == "dropout":
 
         def dropout(*args: object, **kwargs: object) -> object:
-            """Trace dropout with a rate of 0."""
+            """Trace dropout with a rate of 0, and that of an evaluation."""
             rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            return untraced(*args, **kwargs) if rate else original(*args, **kwargs)
+            is_training = kwargs.get("training", args[2] if len(args) > 2 else True)
+            draws = rate and is_training
+            return untraced(*args, **kwargs) if draws else original(*args, **kwargs)
 
         return update_wrapper(dropout, original)
     return untraced

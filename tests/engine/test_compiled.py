@@ -61,6 +61,15 @@ def test_a_compiled_module_draws_what_an_eager_one_draws(backend):
 
 
 @pytest.mark.slow("compiles the layers of a transformer")
+def test_a_teacher_in_evaluation_mode_may_be_one_graph():
+    teacher = small(0.1).eval()
+    ids = torch.arange(6).view(2, 3)
+    expected = teacher(ids)
+    teacher.compile(backend="eager", fullgraph=True)
+    with KeyedDraws().scope():
+        assert torch.equal(teacher(ids), expected)
+
+
 def test_compiled_layers_draw_what_eager_ones_draw():
     """With "eager": rows/test_compiled_dropout.py."""
     check(

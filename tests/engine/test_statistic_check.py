@@ -189,22 +189,74 @@ def test_they_are_refused_where_the_model_is_compiled(compiled):
     assert (gradient - expected).norm() < 1e-6 * expected.norm()
 
 
-def test_functions_are_compiled_again_after_an_error_of_the_loop():
-    """Where outputs are watched, they run eagerly."""
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_they_are_refused_in_the_loss_of_a_model_with_compiled_layers():
+    for loss_of in (weighted_above_the_median, detached_topk):
+        with pytest.raises(hf_ga.LossNotAdditive, match="compares samples with a statistic"):
+            train(loss_of, is_own_loss=True, compiled=in_layers)
 
-    def failing(outputs, labels):
-        raise ValueError
 
-    graphs = []
+class OfColumns(nn.Module):
+    """Its samples are columns, and it returns nothing but its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, features, labels):
+        return F.cross_entropy(self.layer(features.T), labels.flatten())
+
+
+def fail_before_backward():
+    """A loop by hand that raises between its forward and its backward."""
+    model = Classifier(None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = TensorDataset(torch.randn(NUM_SAMPLES, 3))
+    accelerator = hf_ga.Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(samples, BATCH_SIZE)
+    )
+    with pytest.raises(ArithmeticError):
+        for (x,) in loader:
+            model(x)
+            raise ArithmeticError
+
+
+def train_unwatched():
+    """A loop in which a compiled model has neither outputs nor a batch with rows of samples."""
+    model = OfColumns()
+    model.compile(backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = [(torch.randn(3), torch.tensor(number % 3)) for number in range(NUM_SAMPLES)]
+
+    def collate(samples):
+        features, labels = zip(*samples, strict=True)
+        return torch.stack(features, dim=1), torch.stack(labels)[None]
+
+    accelerator = hf_ga.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = DataLoader(samples, BATCH_SIZE, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile reads `.grad`
+@pytest.mark.parametrize("run", [fail_before_backward, train_unwatched])
+def test_functions_are_compiled_after_a_loop(run):
+    """They run eagerly where it is watched what the loop computes."""
+    compiled = []
 
     def backend(graph, inputs):
-        graphs.append(graph)
+        compiled.append(graph)
         return graph.forward
 
-    with pytest.raises(ValueError):
-        train(failing)
-    torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(1))
-    assert graphs
+    run()
+    torch.compile(torch.sin, backend=backend)(torch.randn(3))
+    torch.compiler.set_stance("default")
+    assert compiled
 
 
 @pytest.mark.slow("starts processes")

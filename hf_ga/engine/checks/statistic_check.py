@@ -103,20 +103,15 @@ class StatisticCheck:
         Args:
             is_compiled: Whether models are compiled. If not, functions that call them run eagerly.
         """
-        self.is_on = True
-        with nullcontext() if is_compiled else force_eager(), self._stopped_at_end():
-            yield
-
-    @contextmanager
-    def _stopped_at_end(self) -> Iterator[None]:
-        """Forget everything at the end of the block."""
-        try:
-            yield
-        finally:
-            self.stop()
-            self.is_on = False
-            self._inputs = []
-            self._steps_at = {}
+        with nullcontext() if is_compiled else force_eager():
+            self.is_on = True
+            try:
+                yield
+            finally:
+                self.stop()
+                self.is_on = False
+                self._inputs = []
+                self._steps_at = {}
 
     def stop(self) -> None:
         """Watch no longer, up to the next output: all watched tensors are plain ones again."""
@@ -141,9 +136,10 @@ class StatisticCheck:
         from now on: they do not take watched tensors.
         """
         if not is_compiling() and self.is_on:
-            self._eager.enter_context(force_eager())
             for tensor in (*self._inputs, *outputs):
                 self._mark(tensor, Origin(self))
+            if self._watched:
+                self._eager.enter_context(force_eager())
 
     def steps_at(self, nodes: Iterable[Node]) -> set[Step]:
         """Return the steps that the results at some nodes of the graph depend on."""

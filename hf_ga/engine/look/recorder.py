@@ -1,6 +1,6 @@
 """Records what the models return in a micro-batch, and finds where a loss has rows of samples."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ from hf_ga.engine.checks.statistic_check import StatisticCheck, Step
 from hf_ga.engine.look.inside import BackwardCode, nodes_below
 from hf_ga.loss.nodes.saved import inputs, output_shape
 from hf_ga.loss.penalty import PARAMETER, Penalties
-from hf_ga.model.forward import is_compiled, unwrapped
+from hf_ga.model.forward import compiled_modules, unwrapped
 from hf_ga.model.hooks import Hook
 from hf_ga.model.outputs import named_tensors
 from hf_ga.model.override import override
@@ -89,56 +89,32 @@ class OutputRecorder:
         with ExitStack() as stack:
             stack.callback(self.clear)
             for model in map(unwrapped, models):  # in the wrapper of torch.compile, if it has one
-                # torch.compile would trace hooks of submodules.
-                if with_layers and not is_compiled(model):
+                if with_layers:
                     stack.enter_context(self._recording_inside(model))
-                stack.enter_context(self._recording_outputs(model))
+                stack.enter_context(_hooked(model, self._record, self._stop_watching))
             stack.enter_context(self.backward_code.recording())
             yield
 
     @contextmanager
     def _recording_inside(self, model: nn.Module) -> Iterator[None]:
-        """Record the outputs of the layers of a model in the block."""
+        """Record the outputs of the layers of a model in the block. A compiled module is one."""
+        compiled = compiled_modules(model)
+        inside = {module for outer in compiled for module in outer.modules()}
         layers = [
             module
             for module in model.modules()
-            if module is not model and not list(module.children())
+            if module in compiled or (module not in inside and not list(module.children()))
         ]
+        if model in layers:
+            layers.remove(model)
         # The loss that a model computes itself comes after its last layer with weights.
-        with_weights = [layer for layer in layers if layer._parameters]
-        handles = [layer.register_forward_hook(Hook(self._record_inner)) for layer in layers]
-        handles += [
-            layer.register_forward_hook(Hook(self._watch_inner)) for layer in with_weights[-1:]
-        ]
-        try:
+        with_weights = [layer for layer in layers if any(True for _ in layer.parameters())]
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(_hooked(layer, self._record_inner))
+            for layer in with_weights[-1:]:
+                stack.enter_context(_hooked(layer, self._watch_inner))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def _recording_outputs(self, model: nn.Module) -> Iterator[None]:
-        """Record the outputs of a model in the block. It is given plain tensors."""
-        compiled = model._compiled_call_impl
-        if compiled is not None:
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                """Call a model that is compiled as a whole, whose hooks are traced."""
-                self._stop_watching(model, args)
-                outputs = compiled(*args, **kwargs)
-                self._record(model, args, outputs)
-                return outputs
-
-            with override(model, _compiled_call_impl=call):
-                yield
-            return
-        before = model.register_forward_pre_hook(Hook(self._stop_watching))
-        after = model.register_forward_hook(Hook(self._record))
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
 
     def _stop_watching(self, module: nn.Module, args: tuple) -> None:
         """Let a model take plain tensors; a forward pre-hook."""
@@ -183,6 +159,39 @@ class OutputRecorder:
         for watched in reversed(_with_rows(_usable(self.inner), num_samples)):
             yield [watched]
         yield _edges_with_rows(nodes, num_samples)
+
+
+@contextmanager
+def _hooked(
+    module: nn.Module,
+    after: Callable[[nn.Module, tuple, Any], None],
+    before: Callable[[nn.Module, tuple], None] | None = None,
+) -> Iterator[None]:
+    """Call functions after, and before, the forwards of a module in the block. Hooks of a module
+    that is compiled in place would be traced.
+    """
+    compiled = module._compiled_call_impl
+    if compiled is not None:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """Call the compiled module."""
+            if before is not None:
+                before(module, args)
+            outputs = compiled(*args, **kwargs)
+            after(module, args, outputs)
+            return outputs
+
+        with override(module, _compiled_call_impl=call):
+            yield
+        return
+    handles = [module.register_forward_hook(Hook(after))]
+    if before is not None:
+        handles.append(module.register_forward_pre_hook(Hook(before)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _values(outputs: Any) -> list[Any]:
