@@ -192,6 +192,8 @@ class PackedAttention:
         samples = self._samples
         if attention_mask is None:
             return not samples.is_padded
+        if options.sliding_window is not None and not options.is_causal:
+            return False  # the window of a kernel is causal
         length = samples.max_length
         kind = (options.is_causal, options.sliding_window)
         longest_plain, shortest_other = self._plain_lengths.get((module, *kind), (0, math.inf))
@@ -241,8 +243,6 @@ def attention_options(
     if not isinstance(is_causal, bool):
         return None
     sliding_window = arguments.get("sliding_window")
-    if sliding_window is not None and not is_causal:
-        return None
     return AttentionOptions(drop_probability, scale, is_causal, sliding_window)
 
 
