@@ -189,11 +189,11 @@ class PackedAttention:
         for a long sample, it is plain for shorter ones, so it is checked only for lengths between
         those that are known. Without a mask there must be no padding.
         """
+        if options.sliding_window is not None and not options.is_causal:
+            return False  # the window of a kernel is causal
         samples = self._samples
         if attention_mask is None:
             return not samples.is_padded
-        if options.sliding_window is not None and not options.is_causal:
-            return False  # the window of a kernel is causal
         length = samples.max_length
         kind = (options.is_causal, options.sliding_window)
         longest_plain, shortest_other = self._plain_lengths.get((module, *kind), (0, math.inf))
