@@ -12,12 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import (
-    broadcast_object_list,
-    gather_object,
-    get_int_from_env,
-    pad_across_processes,
-)
+from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env
 from torch import Tensor
 
 from hf_ga.errors import CheckpointError, ConfigError, HfGaError, ProcessFailed
@@ -181,7 +176,9 @@ def gather_uneven(gather: Callable, values: Any) -> Any:
         return gather(values)
     own_num_rows = torch.tensor(len(values), device=values.device)
     num_rows_by_rank = gather(own_num_rows).flatten().tolist()
-    padded_by_rank = gather(pad_across_processes(values)).chunk(len(num_rows_by_rank))
+    # Not Accelerate's `pad_across_processes`, which makes numbers of booleans where it pads.
+    padding = values.new_zeros(max(num_rows_by_rank) - len(values), *values.shape[1:])
+    padded_by_rank = gather(torch.cat([values, padding])).chunk(len(num_rows_by_rank))
     return torch.cat(
         [rows[:num_rows] for rows, num_rows in zip(padded_by_rank, num_rows_by_rank, strict=True)]
     )

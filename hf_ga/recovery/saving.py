@@ -90,7 +90,7 @@ class CheckpointSaver:
         self.output_dir = output_dir
         self.keep = keep
         self.trained_only = trained_only
-        is_on_gpu = torch.cuda.is_available()
+        is_on_gpu = accelerator.device.type == "cuda"
         options = StagingOptions(
             use_pinned_memory=is_on_gpu,
             use_shared_memory=False,

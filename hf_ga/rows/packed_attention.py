@@ -189,6 +189,8 @@ class PackedAttention:
         for a long sample, it is plain for shorter ones, so it is checked only for lengths between
         those that are known. Without a mask there must be no padding.
         """
+        if options.sliding_window is not None and not options.is_causal:
+            return False  # the window of a kernel is causal
         samples = self._samples
         if attention_mask is None:
             return not samples.is_padded
@@ -241,8 +243,6 @@ def attention_options(
     if not isinstance(is_causal, bool):
         return None
     sliding_window = arguments.get("sliding_window")
-    if sliding_window is not None and not is_causal:
-        return None
     return AttentionOptions(drop_probability, scale, is_causal, sliding_window)
 
 

@@ -96,6 +96,11 @@ class Packing(SpeedUp):
         setting = unsupported_setting(model)
         if setting is not None:
             return f"its configuration has {setting}"
+        # Of a layer's forward, without self.
+        parameters = list(inspect.signature(type(layers[0]).forward).parameters.values())[1:]
+        if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
+            return "its layers take arguments without names"
+        self._parameter_names = [parameter.name for parameter in parameters]
         compiled = compiled_modules(model)
         if compiled:
             # Here: importing torch's compiler takes a second.
@@ -118,9 +123,6 @@ class Packing(SpeedUp):
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
         self._tried_hooks = user_hooks(self._hooks_in_layers)
-        # Names of the arguments of a layer's forward.
-        layer_signature = inspect.signature(type(layers[0]).forward)
-        self._parameter_names = list(layer_signature.parameters)[1:]  # without self
         return None
 
     def obstacle(self, compiled: Sequence[nn.Module]) -> str | None:

@@ -223,6 +223,8 @@ def test_batch_norm_is_named_also_where_hf_ga_refuses_it():
     assert names(report, OURS) == names(report, "step") == {"BatchNorm"}
     assert report.arm(OURS).rows[0].refused
     assert not report.passed
+    report = check(model, bag_samples(12), steps={"step": lambda model, micro_batches: None})
+    assert names(report, "step") == {"no gradients"}
     assert names(check(model, bag_samples(12), ["one by one"]), OURS) == {
         "BatchNorm"
     }  # torch fails on one sample

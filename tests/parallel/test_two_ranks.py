@@ -21,7 +21,12 @@ from hf_ga.loading.memory import TooLarge
 from hf_ga.model.precision import check_trainable
 from hf_ga.parallel import prepare as preparing
 from hf_ga.parallel.backend import Backend, RankStatus
-from hf_ga.parallel.processes import broadcast_from_main, check_agreement, raise_on_all_ranks
+from hf_ga.parallel.processes import (
+    broadcast_from_main,
+    check_agreement,
+    gather_uneven,
+    raise_on_all_ranks,
+)
 
 
 class Halves(nn.Module):
@@ -274,6 +279,7 @@ def test_errors_and_values_are_those_of_all_ranks():
             agree,
             outcome(lambda: check_agreement(accelerator, "rows", "3")),
             broadcast_from_main(accelerator, rank),
+            gather_uneven(accelerator.gather, torch.tensor([True, False, True][rank:])).tolist(),
         ]
 
     first, second = on_two_ranks(work)
@@ -285,7 +291,7 @@ def test_errors_and_values_are_those_of_all_ranks():
         "ConfigError: all processes must have the same rows, but they have process 0: 0, process "
         "1: 1"
     )
-    assert first[2:] == [None, 0]
+    assert first[2:] == [None, 0, [True, False, True, False, True]]
 
 
 def test_embeddings_that_each_rank_renormalises_are_refused_on_several():

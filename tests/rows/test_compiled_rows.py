@@ -54,11 +54,29 @@ def qwen2():
     return tf.Qwen2ForCausalLM(config)
 
 
+def modern_bert():
+    """The second layer attends to the two tokens on either side."""
+    config = tf.ModernBertConfig(
+        **h.SIZES,
+        intermediate_size=2 * h.WIDTH,
+        local_attention=4,
+        global_attn_every_n_layers=2,
+        num_labels=h.NUM_CLASSES,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        cls_token_id=1,
+        sep_token_id=1,
+    )
+    return tf.ModernBertForSequenceClassification(config)
+
+
 MODELS = {
     "GPT-2": (lambda: h.gpt2(DROPOUT), h.token_samples),
     "GPT-2 without dropout": (lambda: h.gpt2(0.0), h.token_samples),
     "BERT": (lambda: h.bert_classifier(DROPOUT), h.class_samples),
     "Qwen2": (qwen2, h.token_samples),
+    "ModernBERT": (modern_bert, h.class_samples),
 }
 
 
@@ -130,13 +148,14 @@ def assert_plain(gradients, name):
     [
         ("GPT-2", "aot_eager"),  # which also traces the backward
         ("Qwen2", "eager"),
+        ("ModernBERT", "eager"),
     ],
 )
 def test_gradients_are_those_of_padded_samples(name, backend, monkeypatch):
     gradients, lengths, num_graphs = train(name, monkeypatch, backend=backend)
     assert_plain(gradients, name)
     assert lengths
-    kinds_of_layers = 2 if name == "Qwen2" else 1
+    kinds_of_layers = 2 if name in ("Qwen2", "ModernBERT") else 1
     assert 0 < num_graphs[-1] <= len(set(lengths)) * kinds_of_layers
     assert len(set(lengths)) <= len(PARTS_OF_LIMIT)
     assert num_graphs[5] == num_graphs[-1], "compiled again"

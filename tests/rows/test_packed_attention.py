@@ -22,7 +22,13 @@ from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.loading.batches import MicroBatch
 from hf_ga.rows.compiling import compile_layers
-from hf_ga.rows.packed_attention import attention_options, is_plain_mask
+from hf_ga.rows.options import AttentionOptions
+from hf_ga.rows.packed_attention import (
+    PackedAttention,
+    PackedSamples,
+    attention_options,
+    is_plain_mask,
+)
 from hf_ga.rows.packing import Packing, find_layer_stack
 from hf_ga.rows.row_attention import RowAttention
 from hf_ga.speed.speed_up import Call, acting
@@ -403,7 +409,6 @@ def test_plain_masks_by_hand(mask, kind, expected):
         (sdpa_attention_forward, {"position_bias": torch.ones(1, 2, 3, 3)}, False),
         (sdpa_attention_forward, {"temperature": 2.0}, False),
         (sdpa_attention_forward, {"sliding_window": 2}, True),
-        (sdpa_attention_forward, {"sliding_window": 2, "is_causal": False}, False),
         (pad_right, {}, False),
     ],
 )
@@ -414,3 +419,12 @@ def test_only_known_arguments_are_understood(function, options, is_understood):
     module.is_causal = True
     found = attention_options(function, module, query, options)
     assert (found is not None) == is_understood
+
+
+def test_a_window_on_both_sides_is_not_for_kernels():
+    """Those of the kernels end at the token itself. The control: no window."""
+    attention = PackedAttention(KeyedDraws(), True)
+    attention.start_micro_batch(PackedSamples.of(torch.ones(1, 3), torch.zeros(1).long()))
+    for window in (None, 2):
+        options = AttentionOptions(0.0, 1.0, is_causal=False, sliding_window=window)
+        assert attention.matches_mask(nn.Identity(), None, options) == (window is None)

@@ -304,8 +304,22 @@ def test_layers_that_look_beyond_a_token_in_another_way_are_refused(name):
     assert relative_error(gradients, truth) < 1e-6
 
 
+class Wrapped(nn.Module):
+    """Hands on what it gets, without names: the second value that it gets is no `kwargs`."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs)
+
+
 def test_other_obstacles_are_told():
     samples = token_samples(24)
+    wrapped = helpers.bert_masked_lm()
+    wrapped.bert.encoder.layer = nn.ModuleList(map(Wrapped, wrapped.bert.encoder.layer))
+    assert asked(wrapped, samples) == (None, "its layers take arguments without names")
     assert asked(helpers.t5(), samples) == (None, "its configuration has is_encoder_decoder")
     assert "router" in asked(helpers.mixtral(0.1), samples)[1]
     assert "no attention mask" in asked(helpers.plain_tagger(), helpers.plain_samples(24))[1]

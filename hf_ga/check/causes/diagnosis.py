@@ -72,7 +72,7 @@ def explain(
         if row.passed or has_raised or row.causes or kind in kinds:
             continue
         kinds.add(kind)
-        if context.has_batch_norm:
+        if context.has_batch_norm and row.refused is not None:
             row.causes = [BATCH_NORM]
         elif row.refused is None and row.share <= 1:
             text = (
@@ -267,6 +267,8 @@ class Trial:
         terms = self.terms
         if self.residual <= self.match_limit:
             return []
+        if context.has_batch_norm:
+            return [BATCH_NORM]
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
         evidence = f"residual {self.residual:.1e}"
         if context.settings.whole_batch is not None:

@@ -4,7 +4,6 @@ and checks of the columns' types.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
 from typing import Any
 
 from datasets import ClassLabel, Dataset, DatasetDict, Value
@@ -53,17 +52,22 @@ SOURCE_COLUMNS = {
     "dialogue": "summary",
     "text": "summary",
 }
-# Embeddings: columns of anchors, and of their positives.
-ANCHORS = ("anchor", "query", "question", "sentence1", "sentence_A", "text1")
-POSITIVES = (
-    "positive",
-    "document",
-    "passage",
-    "answer",
-    "response",
-    "sentence2",
-    "sentence_B",
-    "text2",
+# Embeddings: columns of anchors and of their positives. The first pair that exists is taken: of
+# `question`, `answer` and `document` the answer, of `query`, `answer` and `document` the document.
+ANCHOR_PAIRS = (
+    ("anchor", "positive"),
+    ("query", "positive"),
+    ("query", "document"),
+    ("query", "passage"),
+    ("query", "answer"),
+    ("query", "response"),
+    ("question", "positive"),
+    ("question", "answer"),
+    ("question", "document"),
+    ("question", "passage"),
+    ("sentence1", "sentence2"),
+    ("sentence_A", "sentence_B"),
+    ("text1", "text2"),
 )
 NEGATIVE = re.compile(r"negative_?\d*")  # negative, negative_1, negative_2, ...
 SCORES = ("score", "similarity_score", "similarity", "label", "labels")
@@ -257,7 +261,7 @@ def _anchor_and_others(dataset: Dataset, options: DataOptions) -> dict[str, str]
     """
     names = dataset.column_names
     flags = {"anchor": options.text_column, "positive": options.text_pair_column}
-    roles = _two_columns(dataset, flags, product(ANCHORS, POSITIVES), ("anchor", "positive"))
+    roles = _two_columns(dataset, flags, ANCHOR_PAIRS, ("anchor", "positive"))
     score = options.label_column or next((name for name in SCORES if name in names), None)
     negatives = _numbered_columns(dataset, NEGATIVE)
     if score is None:

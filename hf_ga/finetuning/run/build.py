@@ -338,7 +338,9 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
     free = FREE_TO_CHANGE.split()
     identity = {name: value for name, value in config.to_dict().items() if name not in free}
     for flag in LOCATIONS:
-        identity[flag] = list(map(_without_folder, as_list(identity[flag])))
+        names = list(map(_without_folder, as_list(identity[flag])))
+        # One name is no list, and none is None: so are those in older checkpoints.
+        identity[flag] = names if len(names) > 1 else next(iter(names), None)
     identity["window_size"] = window_size
     identity["chunks"] = None
     if config.same_bits:

@@ -37,6 +37,7 @@ CASES = {
     ),
     "Natural Questions": ({"query": "a", "answer": "p"}, {"anchor": "a", "positive": "p"}),
     "GooAQ": ({"answer": "p", "question": "a"}, {"anchor": "a", "positive": "p"}),
+    "reading": ({"question": "a", "passage": "y", "answer": "p"}, {"anchor": "a", "positive": "p"}),
     "search": ({"query": "a", "document": "p", "id": 3}, {"anchor": "a", "positive": "p"}),
     "STS": (
         {"sentence1": "a", "sentence2": "p", "score": 0.5},

@@ -136,6 +136,18 @@ def test_places_against_the_tokenizers_own_count(kind):
     assert len(places) == len(words) * (len(words) + 1) // 2  # the control: all different
 
 
+def test_an_answer_whose_last_character_has_no_token_of_its_own():
+    """A control character vanishes: the answer ends before it. Of the two bytes of an é the last
+    one is the end.
+    """
+    sample = tokenized(asked("ab c\x00 d", "c\x00", question="a"), piece_tokenizer())
+    assert not sample["answer_is_lost"]
+    assert sample["start_positions"] == sample["end_positions"] == list(sample["starts"]).index(3)
+    sample = tokenized(asked("qé q", "qé", question="a"), byte_level())
+    assert list(sample["ends"])[-5:] == [1, 2, 2, 3, 4]
+    assert sample["end_positions"] == len(sample["ends"]) - 3
+
+
 def test_batches():
     tokenizer = encoder_tokenizer()
     rows = [

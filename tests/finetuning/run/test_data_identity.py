@@ -99,6 +99,9 @@ def test_another_day_is_the_same_run(chats, monkeypatch, capsys):
     ]
     assert {name: saved[name] for name in identity} == identity
     assert all(identity.values())
+    # As in checkpoints of releases before.
+    assert saved["dataset_name"] == "chats.jsonl"
+    assert saved["test_file"] is None
     assert tokens not in identity.values()
     set_day(monkeypatch, chats, 2)
     other_tokens, other_identity = hashes(chats)

@@ -6,6 +6,7 @@ question before it, is a sample.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from datasets import Dataset, List, Value
 from torch import Tensor
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError
 from hf_ga.finetuning.data.checks import check_values, replace_column
@@ -140,19 +141,20 @@ def tokenize_questions(
         verbose=False,
     )
     row_of_sample = encoded.get("overflow_to_sample_mapping", range(len(texts)))
+    num_windows = Counter(row_of_sample)
     samples: list[dict[str, Any]] = []
     complete_rows = set()  # those without an answer, or with their whole answer in a sample
     for i, row in enumerate(row_of_sample):
         ids = encoded["input_ids"][i] if any(texts[row]) else []
         starts, ends = _context_characters(encoded, i)
         answers = rows["answers"][row] if ids and "answers" in rows else []
-        answer_tokens = _tokens_of_answer(encoded, i, **answers[0]) if answers else None
+        is_part = num_windows[row] > 1 or bool(encoded.encodings[i].overflowing)
+        answer_tokens = _tokens_of_answer(starts, ends, is_part, **answers[0]) if answers else None
         no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
         first_token, last_token = answer_tokens or (no_answer, no_answer)
         if answer_tokens or not answers:
             complete_rows.add(row)
         is_next_window = i > 0 and row_of_sample[i - 1] == row
-        is_cut = bool(ids) and doc_stride is None and bool(encoded.encodings[i].overflowing)
         sample = {
             "input_ids": ids,
             "starts": starts[: len(ids)],
@@ -162,7 +164,7 @@ def tokenize_questions(
             "no_answer": no_answer,
             "length": len(ids),
             "num_targets": int(bool(ids)),
-            "was_truncated": is_cut,
+            "was_truncated": bool(ids) and doc_stride is None and is_part,
             "context": rows["context"][row] or "",
             "window_index": samples[-1]["window_index"] + 1 if is_next_window else 0,
         }
@@ -215,15 +217,21 @@ def _context_characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _tokens_of_answer(
-    encoded: BatchEncoding, index: int, text: str, answer_start: int
+    starts: np.ndarray, ends: np.ndarray, is_part: bool, text: str, answer_start: int
 ) -> tuple[int, int] | None:
-    """Return the indices of the first and the last token of an answer, without surrounding spaces,
-    or None if the sample (a window of the context) does not contain both.
+    """Return the indices of the first and the last token that overlap an answer without surrounding
+    spaces; None if there is none, or if the sample has a part of the context, and of the answer.
     """
     start = answer_start + len(text) - len(text.lstrip())
-    first = encoded.char_to_token(index, start, sequence_index=1)
-    last = encoded.char_to_token(index, start + len(text.strip()) - 1, sequence_index=1)
-    return None if first is None or last is None else (first, last)
+    end = start + len(text.strip())
+    is_context = starts >= 0
+    tokens = np.flatnonzero(is_context & (starts < end) & (ends > start))
+    if not len(tokens):
+        return None
+    # Of a whole context, the answer may begin or end with characters that have no tokens.
+    if is_part and (starts[is_context].min() > start or ends.max() < end):
+        return None
+    return int(tokens[0]), int(tokens[-1])
 
 
 @dataclass(frozen=True)
