@@ -453,9 +453,9 @@ class WindowEngine:
         follows, and by hand in the first one of several samples; but not always in all of a
         window, as what is compiled must be read, too. Under FSDP in the first one of a window.
         """
-        is_first = not self.gradient.num_backwards
         if self._rehearsal is None:
-            return is_first and self._is_first_of_shards
+            return self._is_first_of_shards and not self.gradient.num_backwards
+        is_first = not self.gradient.num_backwards
         num_slots = self.gradient.sums.num_micro_batches // self.backend.num_processes
         is_first_of_several = self._rehearsal.num_samples == 1 and len(slot.micro_batch) > 1
         return (

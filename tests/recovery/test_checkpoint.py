@@ -31,7 +31,7 @@ from hf_ga.recovery.saving import save_checkpoint
 from hf_ga.recovery.versions import machine
 
 ALONE = SimpleNamespace(
-    is_main_process=True, num_processes=1
+    is_main_process=True, num_processes=1, device=torch.device("cpu")
 )  # all that saving needs of an Accelerator
 
 

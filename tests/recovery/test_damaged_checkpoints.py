@@ -35,7 +35,7 @@ from hf_ga.recovery.manifest import read_manifest, verify
 from hf_ga.recovery.saving import save_checkpoint
 
 ALONE = SimpleNamespace(
-    is_main_process=True, num_processes=1
+    is_main_process=True, num_processes=1, device=torch.device("cpu")
 )  # all that finding needs of an Accelerator
 STEPS = (2, 4, 6)
 DRAWS = 40

@@ -243,7 +243,7 @@ ROUND_TRIPS = {  # optimizer, model, kind; Adam and RAdam have their state in th
     "no state": ("sgd", "gpt", "fsdp1"),
 }
 ALONE = SimpleNamespace(
-    is_main_process=True, num_processes=1
+    is_main_process=True, num_processes=1, device=torch.device("cpu")
 )  # all that saving needs of an Accelerator
 SIZES = {"vocab_size": 301, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
