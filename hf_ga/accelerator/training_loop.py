@@ -138,8 +138,8 @@ class TrainingLoop:
     # Models
 
     def add_model(self, model: nn.Module, prepared: nn.Module) -> None:
-        """Register a model of the user, and what `accelerator.prepare` returns, which
-        may be another one (of compiled regions).
+        """Register a model of the user, and what `accelerator.prepare` returns, which may be
+        another one (of compiled regions).
         """
         self._prepared_models[innermost(model)] = prepared
 

@@ -509,7 +509,7 @@ class WindowEngine:
                 self.gradient.needs_padding = True
         self.looks.note(loss, readings, slot, is_keyed=not self.draw_check.has_unkeyed)
         self._note_samples(loss, readings)
-        if self._recorder.statistics.is_on:
+        if self._recorder.statistics.is_on and not slot.is_filler:
             self._check_statistics(loss, readings)
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
