@@ -10,6 +10,7 @@ from functools import cached_property, update_wrapper
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch._C._functorch import TransformType
@@ -22,7 +23,7 @@ from hf_ga.draws.draw import Draw, cached_key
 from hf_ga.draws.dropout.dropout_functions import dropped_attention
 from hf_ga.draws.dropout.dropout_site import DropoutSite
 from hf_ga.draws.dropout.masks import apply_dropout_mask, drop
-from hf_ga.draws.hashing import mixed
+from hf_ga.draws.hashing import fold_in
 from hf_ga.draws.refusal import NotKeyed, user_code
 from hf_ga.draws.replacements import REPLACEMENTS, Replacement
 from hf_ga.draws.sample_dims import SampleDims
@@ -161,11 +162,11 @@ class KeyedDraws:
             window_key: The key of numbers that all samples of the window share: int64, shape (1,).
             device: Where most numbers are needed. None: that of the keys.
         """
-        # Mixed where they are: on the host, a GPU runs no kernels for it.
-        keys, window_key = (
-            mixed(key).to(device or key.device, non_blocking=True) for key in (keys, window_key)
-        )
-        self._micro_batch = MicroBatch(keys, window_key, self.first_draw)
+        # On the host, a GPU runs no kernels for it.
+        unmixed = torch.cat([keys, window_key]).cpu().numpy().view(np.uint64)
+        mixed = torch.from_numpy(fold_in(unmixed).view(np.int64))
+        mixed = mixed.to(device or keys.device, non_blocking=True)
+        self._micro_batch = MicroBatch(mixed[:-1], mixed[-1:], self.first_draw)
         self.mask_source = None
         self._is_after_backward = False
         self.has_unkeyed = False

@@ -240,7 +240,8 @@ class OwnLoop:
         if self._rehearsal is not None:
             self._rehearse(window)
         index = 0
-        with self.engine.draws.scope():  # those of the micro-batches replace nothing then
+        draws = self.engine.draws.scope()  # those of the micro-batches replace nothing then
+        with draws, self.engine.gradient.sums.kept_in_grad():
             while index < len(self._slots):
                 must_rejoin = False
                 try:

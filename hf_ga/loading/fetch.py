@@ -134,12 +134,12 @@ class Fetcher:
             request: The plan of the window.
             offsets: Offsets in the window of the samples to fetch.
         """
+        positions = request.positions[offsets].astype(np.uint64)
+        keys = fold_in(Purpose.SAMPLE, request.seed, request.epoch, positions)
         samples = []
-        for position, sample_id in zip(
-            request.positions[offsets], request.sample_ids[offsets], strict=True
-        ):
-            seed_generators(fold_in(Purpose.SAMPLE, request.seed, request.epoch, int(position)))
-            samples.append(self.dataset[int(sample_id)])
+        for key, sample_id in zip(keys.tolist(), request.sample_ids[offsets].tolist(), strict=True):
+            seed_generators(key)
+            samples.append(self.dataset[sample_id])
         return samples
 
     def has_random_collate(self, request: WindowRequest) -> bool:

@@ -196,16 +196,20 @@ class ByLength:
         # Smallest cost of the first 0, 1, 2, ... samples, and where their last micro-batch begins.
         best_costs = np.zeros((len(limits), num_samples + 1), np.int64)
         begins = np.zeros((len(limits), num_samples + 1), np.int64)
+        offsets = np.arange(num_samples)
+        countdown = offsets[::-1] + 1  # of which the last n are n, ..., 2, 1
+        every_limit = np.arange(len(limits))
         for end, lowest in enumerate(first_begins.min(0).tolist(), start=1):  # of all limits
-            begin = np.arange(lowest, end)
-            cost = (end - begin) * costs_per_sample[end - 1]
+            begin = offsets[lowest:end]
+            cost = countdown[lowest - end :] * costs_per_sample[end - 1]
             if len(rows):
                 num_tokens = tokens_before[end] - tokens_before[lowest:end]
                 cost += _computed_tokens(num_tokens, rows) * ATTENTION_WIDTH
             costs = best_costs[:, lowest:end] + cost
-            costs[begin < first_begins[:, end - 1, None]] = TOO_LARGE
-            best_costs[:, end] = costs.min(1) + overhead * ATTENTION_WIDTH
-            begins[:, end] = lowest + costs.argmin(1)
+            np.copyto(costs, TOO_LARGE, where=begin < first_begins[:, end - 1, None])
+            cheapest = costs.argmin(1)
+            best_costs[:, end] = costs[every_limit, cheapest] + overhead * ATTENTION_WIDTH
+            begins[:, end] = lowest + cheapest
         all_boundaries = [_followed(of_limit) for of_limit in begins]
         if not is_packed:
             all_boundaries = [_even_out(b, sorted_lengths) for b in all_boundaries]

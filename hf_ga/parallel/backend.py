@@ -144,7 +144,7 @@ class Backend:
         computed again.
         """
         if self.device.type == "cpu":  # `to` copies nothing there
-            batch = recursively_apply(torch.clone, batch)
+            return recursively_apply(torch.clone, batch)
         return send_to_device(batch, self.device, non_blocking=True)
 
     def begin_micro_batch(self) -> None:

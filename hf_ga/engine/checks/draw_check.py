@@ -25,7 +25,7 @@ class DrawCheck:
 
     def begin(self) -> None:
         """Begin a micro-batch."""
-        self._states = random_states()
+        self._states = random_states(self._states)
 
     def check(self) -> None:
         """Check that no random number was drawn since the micro-batch began but by keyed draws.

@@ -25,7 +25,7 @@ class SampleCount:
     def __init__(self) -> None:
         """Start with a window without samples."""
         self.number = 0
-        self._counted = 0.0
+        self._counted: list[np.ndarray] = []  # the positions of each micro-batch
         self._expected = 0.0
 
     def add(self, positions: np.ndarray) -> None:
@@ -35,7 +35,7 @@ class SampleCount:
             positions: Their positions in the epoch, shape (samples,).
         """
         self.number += len(positions)
-        self._counted += _checksum(positions)
+        self._counted.append(positions)
 
     def expect(self, positions: np.ndarray) -> None:
         """Set all samples of the window, as this rank planned it, shape (samples,)."""
@@ -43,7 +43,10 @@ class SampleCount:
 
     def sums(self) -> tuple[float, float]:
         """Return what ranks add up. (0, 0) if it is unknown which samples the window has."""
-        return (self._counted, self._expected) if self._expected else (0.0, 0.0)
+        if not self._expected:
+            return 0.0, 0.0
+        counted = _checksum(np.concatenate(self._counted)) if self._counted else 0.0
+        return counted, self._expected
 
 
 def check_samples(sums: tuple[float, float], num_processes: int) -> None:
