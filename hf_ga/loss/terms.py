@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from hf_ga.loss.nodes.counts import count_of, num_nonzero_of
 from hf_ga.loss.nodes.means import CROSS_ENTROPIES, SUMS, reduced_shape
-from hf_ga.loss.nodes.saved import Number, output_shape, saved, signed
+from hf_ga.loss.nodes.saved import Number, saved, signed
 from hf_ga.loss.nodes.values import value_of
 from hf_ga.loss.penalty import PARAMETER
 from hf_ga.loss.within import selects_below
@@ -242,11 +242,10 @@ def _take(of_loss: list[Tensor]) -> Callable[[Gradients], Gradients]:
 def _add(node: Node, value: Number, of_loss: list[Tensor]) -> Callable[[Gradients], Gradients]:
     """Return a hook that adds a multiple of the loss's gradient to the one that enters a node."""
     metadata = node._input_metadata[0]
-    shape = output_shape(node)
 
     def hook(gradients: Gradients) -> Gradients:
         gradient = (of_loss[0] * value).to(device=metadata.device, dtype=metadata.dtype)
-        gradient = gradient.reshape(shape)
+        gradient = gradient.reshape(metadata.shape)
         return (gradient if gradients[0] is None else gradients[0] + gradient,)
 
     return hook
