@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.checks import check_values, is_list_of_texts
-from hf_ga.finetuning.data.encoding.collation import collate_ids
+from hf_ga.finetuning.data.encoding.collation import collate_samples
 from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
 
@@ -114,7 +114,7 @@ def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dic
         for sample in samples
         for index in range(len(sample["input_ids"]))
     ]
-    flat_batch = collate_ids(choices, pad_token_id)
+    flat_batch = collate_samples(choices, pad_token_id)
     batch = {name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in flat_batch.items()}
     if "label" in samples[0]:
         batch["labels"] = torch.tensor([sample["label"] for sample in samples])

@@ -42,11 +42,6 @@ POSITIONS_AFTER_PADDING = {
     "xlm-roberta-xl",
     "xmod",
 }
-# Tasks whose head has one output per label of the data (regression: one output).
-TASKS_WITH_LABELS = ("text-classification", "regression", "multi-label", "token-classification")
-# Tasks that use the pretrained model as it is. A model of another task gets a new head if the shape
-# of its head does not fit the labels.
-TASKS_WITHOUT_NEW_HEAD = ("causal-lm", "masked-lm", "seq2seq", "embedding")
 
 
 def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
@@ -244,7 +239,8 @@ def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: Pr
     """
     if config.task == "question-answering":
         model_config.num_labels = 2  # logits of the first and of the last token
-    if config.task not in TASKS_WITH_LABELS:
+    # One output for each label (regression: one output).
+    if data.task.labels not in ("class", "number", "classes", "tags"):
         return
     if config.eval_only:
         _check_trained_labels(model_config, config, data)
@@ -374,7 +370,8 @@ def _load_pretrained(setup: Setup, dtype: torch.dtype) -> tuple[PreTrainedModel,
             config=setup.model_config,
             dtype=dtype,
             trust_remote_code=config.trust_remote_code,
-            ignore_mismatched_sizes=config.task not in TASKS_WITHOUT_NEW_HEAD,
+            # A head whose shape does not fit the labels is replaced, where there are labels.
+            ignore_mismatched_sizes=setup.data.task.labels not in ("none", "target", "pairs"),
             output_loading_info=True,
             quantization_config=quantization_config,
         )
