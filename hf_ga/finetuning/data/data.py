@@ -38,7 +38,7 @@ from hf_ga.finetuning.data.tasks import TASKS, Task
 # Roles of columns that only training and evaluation need: rows to predict may lack them.
 TRAINING_ROLES = {"label", "answers", "target", "weight"}
 # Columns of a sample that the loss depends on; the others are for metrics, predictions and the log.
-_LOSS_COLUMNS = (*ENTRIES, "text_ids", "length")
+_LOSS_COLUMNS = ("input_ids", *ENTRIES, "text_ids", "length")
 # Columns that the log counts.
 _NOTED_COLUMNS = (
     "length",

@@ -14,11 +14,12 @@ from hf_ga.loading.batches import IGNORED_LABEL
 Samples = Sequence[dict[str, Any]]
 # The entry of a batch that has the weight of each sample in the loss, float32.
 ROW_WEIGHTS = "row_weights"
-# Column of samples -> entry of a batch.
+NO_TOKEN = -1  # is no token id
+# Column of samples, besides `input_ids`, -> entry of a batch.
 ENTRIES = {
-    "input_ids": "input_ids",
     "token_type_ids": "token_type_ids",
     "weight": ROW_WEIGHTS,
+    "text_id": "text_id",
     "label": "labels",
     "labels": "labels",
     "start_positions": "start_positions",
@@ -26,17 +27,21 @@ ENTRIES = {
 }
 
 
-def pad(rows: Sequence[Sequence[int]], padding_value: int) -> Tensor:
-    """Right-pad the token ids, masks or labels of samples to the longest and stack them, to collate
-    a batch.
+def pad(rows: Sequence[Sequence[Any]], padding_value: int) -> Tensor:
+    """Right-pad the token ids or labels of samples to the longest and stack them, to collate a
+    batch.
 
     Args:
-        rows: A list of integers per sample, of any lengths.
+        rows: A list of integers per sample, of any lengths; or, for each sample, as many such
+            lists.
         padding_value: The number to pad with.
 
     Returns:
-        int64, shape (samples, longest).
+        int64, shape (samples, longest) or (samples, lists, longest).
     """
+    if any(row and isinstance(row[0], list) for row in rows):
+        lists = [numbers for row in rows for numbers in row]
+        return pad(lists, padding_value).unflatten(0, (len(rows), -1))
     tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=padding_value)
 
@@ -50,23 +55,26 @@ def collate_samples(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
         pad_token_id: The id of the padding token.
 
     Returns:
-        `attention_mask`, and the entries of `ENTRIES` that the samples have. Those that are a list
-        per sample, with a number per token, are padded to int64 of shape (samples, longest): ids
-        with `pad_token_id`, labels with -100, others with 0. Those that are a number per sample
-        have shape (samples,). An empty list of labels becomes one -100, because a decoder derives
-        its inputs from the labels and needs at least one position.
+        `input_ids`, `attention_mask`, and the entries of `ENTRIES` that the samples have. Those
+        that are a list per sample, with a number per token, are padded to int64 of shape (samples,
+        longest): ids with `pad_token_id`, labels with -100, others with 0. (In multiple choice,
+        they are a list per choice, of shape (samples, choices, longest).) Those that are a number
+        per sample have shape (samples,). An empty list of labels becomes one -100, because a
+        decoder derives its inputs from the labels and needs at least one position.
     """
-    ones = [[1] * len(sample["input_ids"]) for sample in samples]
-    batch = {"attention_mask": pad(ones, 0)}
-    padding_values = {"input_ids": pad_token_id, "token_type_ids": 0}
+    ids = pad([sample["input_ids"] for sample in samples], NO_TOKEN)
+    batch = {
+        "input_ids": ids.masked_fill(ids == NO_TOKEN, pad_token_id),
+        "attention_mask": (ids != NO_TOKEN).long(),
+    }
     for column, entry in ENTRIES.items():
         if column not in samples[0]:
             continue
         values = [sample[column] for sample in samples]
         if not isinstance(values[0], list):
             batch[entry] = torch.tensor(values)
-        elif column in padding_values:
-            batch[entry] = pad(values, padding_values[column])
+        elif column == "token_type_ids":
+            batch[entry] = pad(values, 0)
         else:
             non_empty_lists = [labels or [IGNORED_LABEL] for labels in values]
             batch[entry] = pad(non_empty_lists, IGNORED_LABEL)

@@ -409,7 +409,17 @@ class FinetuneConfig(DataOptions):
                     )
         self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
         if not has_own_metrics:
-            self._check_metric_for_best_model()
+            task = TASKS[self.task]
+            # TASKS lists no metric for language modeling, which is evaluated by perplexity.
+            metrics_of_task = task.metrics or ("perplexity",)
+            known_metrics = ("loss", *metrics_of_task, *task.generated_metrics)
+            metric = self.metric_for_best_model
+            check_one_of("metric_for_best_model", metric, known_metrics)
+            if metric in task.generated_metrics and not self.predict_with_generate:
+                raise ConfigError(
+                    f"metric_for_best_model {metric} compares generated texts: set "
+                    "--predict_with_generate."
+                )
         for needed, flags in _NEEDS.items():
             is_met = any(getattr(self, name) for name in needed)
             for flag in flags.split():
@@ -436,22 +446,6 @@ class FinetuneConfig(DataOptions):
         check_output_dir(
             self.output_dir, resume_from=self.resume_from_checkpoint, only_adds=self.eval_only
         )
-
-    def _check_metric_for_best_model(self) -> None:
-        """Raise ConfigError if `metric_for_best_model` is neither the loss nor a metric of the
-        task.
-        """
-        metric = self.metric_for_best_model
-        task = TASKS[self.task]
-        # TASKS lists no metric for language modeling, which is evaluated by perplexity.
-        metrics_of_task = task.metrics or ("perplexity",)
-        known_metrics = ("loss", *metrics_of_task, *task.generated_metrics)
-        check_one_of("metric_for_best_model", metric, known_metrics)
-        if metric in task.generated_metrics and not self.predict_with_generate:
-            raise ConfigError(
-                f"metric_for_best_model {metric} compares generated texts: set "
-                "--predict_with_generate."
-            )
 
     def _mistakes_in_values(self) -> Iterator[str]:
         """Yield an error message for each flag whose value is impossible, or excludes another."""

@@ -134,6 +134,8 @@ def _check_trainable(peft_model: Any, config: FinetuneConfig, new_tokens: Sequen
             "its tied layers share memory, so that each update would be made twice. Train a new "
             "adapter with lora_r."
         )
+    if not new_tokens:
+        return
     embedding = peft_model.get_base_model().get_input_embeddings()
     trained: Iterable[int] = new_tokens if isinstance(embedding, ModulesToSaveWrapper) else ()
     if isinstance(embedding, TrainableTokensWrapper):
