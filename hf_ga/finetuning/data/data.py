@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, DatasetDict
 from datasets.fingerprint import Hasher
-from transformers import PreTrainedTokenizerBase
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
 from hf_ga.finetuning.data.encoding.choices import encode_choices
+from hf_ga.finetuning.data.encoding.collation import ENTRIES
 from hf_ga.finetuning.data.encoding.labels import RULES, encode_labels, encode_numbers
-from hf_ga.finetuning.data.encoding.masking import MaskedSamples
+from hf_ga.finetuning.data.encoding.masking import mask_samples
 from hf_ga.finetuning.data.encoding.spans import encode_answers
 from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
@@ -37,17 +38,7 @@ from hf_ga.finetuning.data.tasks import TASKS, Task
 # Roles of columns that only training and evaluation need: rows to predict may lack them.
 TRAINING_ROLES = {"label", "answers", "target", "weight"}
 # Columns of a sample that the loss depends on; the others are for metrics, predictions and the log.
-_LOSS_COLUMNS = (
-    "input_ids",
-    "length",
-    "token_type_ids",
-    "text_ids",
-    "label",
-    "labels",
-    "start_positions",
-    "end_positions",
-    "weight",
-)
+_LOSS_COLUMNS = ("input_ids", *ENTRIES, "text_ids", "length")
 # Columns that the log counts.
 _NOTED_COLUMNS = (
     "length",
@@ -125,7 +116,10 @@ class PreparedData:
                 "masked-lm needs a tokenizer with a mask token, but this one has none: use a "
                 "BERT-like model."
             )
-        return MaskedSamples(dataset, self.tokenizer, self.options.mlm_probability)
+        masks = DataCollatorForLanguageModeling(
+            self.tokenizer, mlm_probability=self.options.mlm_probability
+        )
+        return dataset.with_transform(partial(mask_samples, masks=masks))
 
 
 def prepare_data(

@@ -228,12 +228,14 @@ def _load_splits_of(
         raise ConfigError(
             f"field {options.field} names a key of a JSON file, but {name} is not a file: omit it."
         )
+    splits: Mapping[str, Any] | None = None
     if name == EMBEDDED_CORPUS:
-        return corpus.load(options.task)
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        splits = corpus.load(options.task)
+    elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         with wrap_read_errors(name):
             loaded = load_from_disk(path)
         splits = loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
+    if splits is not None:
         return to_streams(splits) if options.streaming else splits
     if path.is_dir() and config_name is None:
         splits = load_folder(path, streaming=options.streaming, notes=notes)

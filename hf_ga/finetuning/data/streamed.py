@@ -8,7 +8,12 @@ from datasets import ClassLabel, IterableDataset
 
 from hf_ga.finetuning.data.checks import check_values
 from hf_ga.finetuning.data.columns import select_by_role
-from hf_ga.finetuning.data.encoding.labels import CLASS_RULE, labels_to_ids, read_numbers
+from hf_ga.finetuning.data.encoding.labels import (
+    CLASS_RULE,
+    class_label_feature,
+    labels_to_ids,
+    read_numbers,
+)
 from hf_ga.finetuning.data.formats.files import wrap_read_errors
 
 BATCH_SIZE = 100  # rows that are tokenized together
@@ -36,10 +41,11 @@ class StreamedSamples:
     ) -> None:
         self.name = name
         stream = select_by_role(stream, columns)
-        label_feature = (stream.features or {}).get("label")
-        class_label = label_feature if isinstance(label_feature, ClassLabel) else None
         encode = partial(
-            _encode_and_tokenize, class_label=class_label, labels=labels, tokenize=tokenize
+            _encode_and_tokenize,
+            class_label=class_label_feature(stream),
+            labels=labels,
+            tokenize=tokenize,
         )
         samples = stream.map(
             encode,

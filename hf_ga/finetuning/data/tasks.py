@@ -146,7 +146,6 @@ TASKS: dict[str, Task] = {
         auto_class=AutoModelForMultipleChoice,
         labels="choice",
         tokenize=choices.tokenize_choices,
-        collate=choices.collate_choices,
         metrics=("accuracy",),
         pipeline="multiple-choice",
         lora_type=None,

@@ -185,24 +185,16 @@ def _trainable(setup: Setup, model: nn.Module, new_weights: Sequence[str]) -> nn
         model = add_adapters(model, config, setup.data.task.lora_type, new_weights, new_tokens)
     if config.freeze:
         freeze(model, config.freeze)
-        if new_tokens:
-            _check_new_rows(model)
+        plain: Any = model.encoder if isinstance(model, EmbeddingModel) else model
+        if new_tokens and not plain.get_input_embeddings().weight.requires_grad:
+            raise ConfigError(
+                "freeze freezes the embedding, whose new rows (resize_token_embeddings) would stay "
+                "as they were drawn: omit one of them."
+            )
     # A model that is loaded on the main process, to be sharded, may not fit on one device.
     if not loads_on_main(setup.accelerator):
         model = model.to(setup.accelerator.device)
     return model.train()  # also the model within PEFT's wrapper
-
-
-def _check_new_rows(model: nn.Module) -> None:
-    """Check that the flag `freeze` does not freeze the token embeddings, to which
-    `resize_token_embeddings` has added rows for new tokens.
-    """
-    plain: Any = model.encoder if isinstance(model, EmbeddingModel) else model
-    if not plain.get_input_embeddings().weight.requires_grad:
-        raise ConfigError(
-            "freeze freezes the embedding, whose new rows (resize_token_embeddings) would stay as "
-            "they were drawn: omit one of them."
-        )
 
 
 def build_run(setup: Setup) -> Run:

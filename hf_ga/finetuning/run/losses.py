@@ -61,27 +61,24 @@ class WeightedCrossEntropy:
             labels = labels[:, 1:]
         logits = at_least_float32(logits.reshape(-1, logits.shape[-1]))
         weights = (labels != IGNORED_LABEL).float()
-        class_weights: Tensor | None = None
-        if self.class_weights is not None:
-            class_weights = torch.tensor(self.class_weights, dtype=torch.float32)
-            class_weights = class_weights.to(labels.device, non_blocking=True)
-            # The weight of an ignored label stays 0, whichever class weight is looked up for it.
-            weights = weights * class_weights[labels.clamp(min=0)]
-            class_weights = class_weights.to(logits.dtype)
-        row_weights: Tensor | None = None
         if ROW_WEIGHTS in batch:
             other_dims = [1] * (labels.dim() - 1)
-            row_weights = batch[ROW_WEIGHTS].reshape(-1, *other_dims).expand_as(labels)
-            weights = weights * row_weights
-        loss = F.cross_entropy(
+            weights = weights * batch[ROW_WEIGHTS].reshape(-1, *other_dims)
+        class_weights: Tensor | None = None
+        if self.class_weights is not None:
+            class_weights = torch.tensor(self.class_weights, dtype=logits.dtype)
+            class_weights = class_weights.to(labels.device, non_blocking=True)
+        losses = F.cross_entropy(
             logits,
             labels.reshape(-1),
             class_weights,
-            reduction="sum" if row_weights is None else "none",
+            reduction="none",
             label_smoothing=self.label_smoothing,
         )
-        if row_weights is not None:
-            loss = (loss * row_weights.reshape(-1)).sum()
+        loss = (losses * weights.reshape(-1)).sum()
+        if class_weights is not None:
+            # The weight of an ignored label stays 0, whichever class weight is looked up for it.
+            weights = weights * class_weights[labels.clamp(min=0)]
         return loss, weights.to(sum_dtype(labels.device)).sum()
 
 

@@ -7,7 +7,8 @@ from test_tokenization import encoder_tokenizer
 
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
-from hf_ga.finetuning.data.encoding.choices import collate_choices, encode_choices, tokenize_choices
+from hf_ga.finetuning.data.encoding.choices import encode_choices, tokenize_choices
+from hf_ga.finetuning.data.encoding.collation import collate_samples
 from hf_ga.finetuning.data.tasks import TASKS
 
 
@@ -95,7 +96,7 @@ def test_samples_by_hand():
     assert columns["length"] == [6, 5, 0]
     assert columns["was_truncated"] == [True, False, False]
     assert columns["num_targets"] == [1, 1, 0]
-    batch = collate_choices(
+    batch = collate_samples(
         [{name: values[i] for name, values in columns.items()} for i in range(2)], pad_token_id=0
     )
     assert batch["input_ids"].tolist() == [

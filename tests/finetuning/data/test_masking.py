@@ -15,7 +15,6 @@ from transformers import DataCollatorForLanguageModeling
 
 from hf_ga import ConfigError
 from hf_ga.finetuning.data.data import PreparedData
-from hf_ga.finetuning.data.encoding.masking import MaskedSamples
 from hf_ga.finetuning.data.options import DataOptions
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.scores.evaluation import evaluation_windows
@@ -43,7 +42,7 @@ def prepared(samples, probability=0.4, tokenizer=None):
 
 
 def masked_samples(samples, probability=0.4):
-    return MaskedSamples(samples, letter_tokenizer(**TOKENS), probability)
+    return prepared(samples, probability).samples("train")
 
 
 def loader(samples, sizes=(16,), seed=0, **more):

@@ -2,6 +2,8 @@
 first; labels; what is refused.
 """
 
+from itertools import islice
+
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 from test_data import letter_tokenizer, rows_for, write
@@ -82,6 +84,13 @@ def test_samples_of_a_stream_are_those_of_the_rows(name, tmp_path):
     assert f"a stream, {READ_AHEAD} rows of it read ahead" in data.description
     collated = data.collate([next(iter(data.stream))])
     assert collated["input_ids"].tolist()[0] == samples[0]["input_ids"]
+
+
+def test_the_embedded_corpus_is_a_stream_like_any_other():
+    data = prepared("stdlib", max_eval_samples=2, max_predict_samples=2)
+    samples = prepared("stdlib", is_streamed=False, max_train_samples=9).splits["train"]
+    assert list(islice(data.stream, 9)) == list(samples)
+    assert len(data.splits["validation"]) == 2
 
 
 def test_facts_of_rows_that_were_read_ahead_say_so(tmp_path):

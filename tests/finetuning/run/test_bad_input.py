@@ -79,7 +79,7 @@ CASES = {
     "unknown pooling": ("--task embedding --pooling max", ["unknown pooling 'max'", "lasttoken"]),
     "half compiled": (
         "--torch_compile half",
-        ["torch_compile must be true, false or auto, got 'h"],
+        ["unknown torch_compile 'half': use one of True, False, auto"],
     ),
     "a temperature of 0": (
         "--task embedding --temperature 0",
@@ -126,7 +126,7 @@ CASES = {
     ),
     "chunks that do not fit": (
         "--same_bits 9",
-        ["per_device_train_batch_size 4", "one chunk of same_bits 9"],
+        ["same_bits) must be at least 1 and at most the per-device batch size 4", "got 9"],
     ),
     "dropout of LoRA alone": ("--lora_dropout 0.1", ["lora_dropout", "needs lora_r"]),
     "scale of LoRA alone": ("--lora_alpha 8", ["lora_alpha", "needs lora_r"]),
@@ -166,15 +166,15 @@ CASES = {
     ),
     "class weights in words": (
         f"{CLASSIFY} --class_weights even",
-        ["class_weights must be balanced, or one finite number above 0", "got 'even'"],
+        ["class_weights must be balanced, or one number above 0", "got 'even'"],
     ),
     "a class weight of 0": (
         f"{CLASSIFY} --class_weights 1 0",
-        ["class_weights must be", "above 0 for each class", "[1.0, 0.0]"],
+        ["class_weights must be greater than 0", "got 0.0"],
     ),
     "a class weight that is no number": (
         f"{CLASSIFY} --class_weights 1 nan",
-        ["class_weights must be", "finite number", "[1.0, nan]"],
+        ["class_weights must be greater than 0 and finite", "got nan"],
     ),
     "class weights of other classes": (
         f"{CLASSIFY} --class_weights 1 2 3 --dataset_name {{d}}/good.jsonl",
@@ -288,8 +288,8 @@ CASES = {
         ["doc_stride applies to the task question-answering", "omit it"],
     ),
     "windows that share all their tokens": (
-        f"{ANSWER} --doc_stride 32",
-        ["doc_stride 32 must be below max_length 32"],
+        f"{ANSWER} --dataset_name {{d}}/answers.jsonl --doc_stride 32",
+        ["doc_stride 32 is not below the 29 tokens", "raise max_length"],
     ),
     "windows with long questions": (
         f"{ANSWER} --dataset_name {{d}}/long_question.jsonl --doc_stride 16",
@@ -325,10 +325,6 @@ CASES = {
         f"{ANSWER} --streaming --max_steps 2",
         ["streaming applies to the task causal-lm", "not question-answering"],
     ),
-    "stream of a corpus": (
-        "--streaming --max_steps 2 --dataset_name stdlib",
-        ["streaming does not support", "stdlib"],
-    ),
     "stream in blocks": (
         "--streaming --max_steps 2 --block_size 8",
         ["streaming and block_size exclude each other"],
@@ -342,8 +338,8 @@ CASES = {
         ["streaming and eval_only exclude each other"],
     ),
     "stream with many readers": (
-        "--streaming --max_steps 2 --dataloader_num_workers 2",
-        ["streaming does not support dataloader_num_workers 2"],
+        "--streaming --max_steps 2 --dataloader_num_workers 2 --validation_file {d}/good.jsonl",
+        ["num_workers 2: a stream is read in order, by at most one worker"],
     ),
     "stream without validation rows": (
         "--streaming --max_steps 2",
@@ -612,7 +608,7 @@ def test_wrong_types(name, tmp_path, monkeypatch, capsys):
     (tmp_path / "run.json").write_text(json.dumps({name: value}))
     refused([str(tmp_path / "run.json")], [f"{name} must be"], capsys)
     for value in [*values, *([] if FIELDS[name].default is None else [None])]:
-        with pytest.raises(hf_ga.ConfigError, match=rf"^{name} (must be|is an empty)"):
+        with pytest.raises(hf_ga.ConfigError, match=rf"^(unknown )?{name} (must|is|.*use)"):
             FinetuneConfig(**{name: value}).check()
 
 

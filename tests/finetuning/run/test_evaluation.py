@@ -16,10 +16,12 @@ from torch.nn import functional as F
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
 from hf_ga.finetuning.run.scores.evaluation import (
     EVALUATION_WINDOW,
+    Reader,
     evaluate_samples,
     evaluation_windows,
 )
-from hf_ga.finetuning.run.scores.readers import logits_reader, user_metrics_reader
+from hf_ga.finetuning.run.scores.metrics import METRICS, compute
+from hf_ga.finetuning.run.scores.readers import read_logits, user_metrics_reader
 
 BATCH_SIZES = [1, 7, 1000]
 
@@ -213,7 +215,8 @@ def measured(accelerator, name):
     model = make()
     samples = samples_of()
     loss_fn = helpers.weighted_token_loss if name == "own loss" else None
-    reader = logits_reader(metrics) if metrics else None
+    scores = {metric: METRICS[metric] for metric in metrics}
+    reader = Reader(partial(compute, scores), read_logits) if metrics else None
     if name == "own metrics":
         own = {"compute_metrics": weighted_by_place, "preprocess_logits_for_metrics": None}
         reader = user_metrics_reader(SimpleNamespace(config=FinetuneConfig(), **own), model)

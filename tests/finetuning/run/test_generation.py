@@ -10,7 +10,7 @@ import transformers as tf
 from accelerate import Accelerator
 from runs import job_config, lines_of, train_job
 
-from hf_ga.finetuning.data.encoding.collation import collate_ids
+from hf_ga.finetuning.data.encoding.collation import collate_samples
 from hf_ga.finetuning.run.build import prepare_setup
 from hf_ga.finetuning.run.scores.metrics import TEXT_METRICS, compute
 from hf_ga.finetuning.run.scores.readers import generated_targets
@@ -83,7 +83,7 @@ def test_a_generated_text_is_that_of_its_source_alone(place, model):
         made = []
         unmasked = []
         for start in range(0, len(samples), size):
-            batch = collate_ids(samples[start : start + size], tokenizer.pad_token_id)
+            batch = collate_samples(samples[start : start + size], tokenizer.pad_token_id)
             made += generated_targets(setup, model, batch)
             batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
             unmasked += generated_targets(setup, model, batch)
@@ -96,7 +96,7 @@ def test_beams_reach_the_search(place, model):
     """Against `generate` with as many; the control: greedy search finds other texts."""
     greedy, samples = setup_and_samples(place)
     tokenizer = greedy.data.tokenizer
-    batch = collate_ids(samples, tokenizer.pad_token_id)
+    batch = collate_samples(samples, tokenizer.pad_token_id)
     made = model.generate(**batch, max_new_tokens=6, num_beams=8, do_sample=False)
     expected = [text.strip() for text in tokenizer.batch_decode(made, skip_special_tokens=True)]
     assert generated_targets(setup_and_samples(place, num_beams=8)[0], model, batch) == expected

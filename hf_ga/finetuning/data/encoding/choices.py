@@ -1,18 +1,12 @@
 """Multiple choice: columns in several formats -> texts, choices, index of the correct choice; their
-samples and batches.
+samples.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from datasets import Dataset, List, Value
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.checks import check_values, is_list_of_texts
-from hf_ga.finetuning.data.encoding.collation import collate_ids
 from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
 
@@ -95,27 +89,3 @@ def tokenize_choices(
         for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
     ]
     return make_samples(rows, columns, has_content, full)
-
-
-def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """Collate multiple-choice samples of `tokenize_choices` to a batch.
-
-    Args:
-        samples: The samples of the batch.
-        pad_token_id: The id of the padding token.
-
-    Returns:
-        `input_ids`, `attention_mask` and optionally `token_type_ids` of shape (samples, choices,
-        longest), and, if the samples have labels, int64 `labels` of shape (samples,).
-    """
-    names = [name for name in ("input_ids", "token_type_ids") if name in samples[0]]
-    choices = [
-        {name: sample[name][index] for name in names}
-        for sample in samples
-        for index in range(len(sample["input_ids"]))
-    ]
-    flat_batch = collate_ids(choices, pad_token_id)
-    batch = {name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in flat_batch.items()}
-    if "label" in samples[0]:
-        batch["labels"] = torch.tensor([sample["label"] for sample in samples])
-    return batch

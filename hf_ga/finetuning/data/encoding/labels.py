@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
-from datasets import ClassLabel, Dataset, DatasetDict, Value
+from datasets import ClassLabel, Dataset, DatasetDict, IterableDataset, Value
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.checks import FIX_LABELS, check_values, replace_column
@@ -56,7 +56,7 @@ def encode_labels(
             not occur in the training rows, or there are fewer than two distinct labels.
     """
     first_split = next(iter(rows))
-    first_feature = _class_label_feature(rows[first_split])
+    first_feature = class_label_feature(rows[first_split])
     num_classes = 0
     if label_type == "classes" and first_feature is None:
         num_classes = _num_multi_hot(rows[first_split]["label"][:])
@@ -73,7 +73,7 @@ def encode_labels(
     names = _class_names(first_feature, values[first_split], model_labels)
     encoded = DatasetDict()
     for split, dataset in rows.items():
-        feature = _class_label_feature(dataset) or first_feature
+        feature = class_label_feature(dataset) or first_feature
         ids = labels_to_ids(values[split], feature, names, split)
         labels = [row_ids[0] for row_ids in ids] if label_type == "class" else ids
         encoded[split] = replace_column(dataset, "label", labels)
@@ -153,7 +153,7 @@ def _label_lists(
         ]
         rule = "every word needs one tag"
         check_values(split, words_and_tags, lambda pair: len(pair[0]) == len(pair[1]), rule=rule)
-    elif _class_label_feature(dataset) is None:
+    elif class_label_feature(dataset) is None:
         rule = "a list must contain each label that applies once, or every list a 0 or 1 per class"
         # Numbers that repeat are not ids of classes.
         check_values(
@@ -220,11 +220,11 @@ def _class_names(
     return names
 
 
-def _class_label_feature(dataset: Dataset) -> ClassLabel | None:
+def class_label_feature(rows: Dataset | IterableDataset) -> ClassLabel | None:
     """Return the ClassLabel type of the column `label`, or of the items of its lists; None if it
-    has another type.
+    has another type, or if a stream does not know the types of its columns.
     """
-    feature = dataset.features["label"]
+    feature = (rows.features or {}).get("label")
     feature = getattr(feature, "feature", feature)
     return feature if isinstance(feature, ClassLabel) else None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.finetuning.data.encoding.collation import collate_ids
+from hf_ga.finetuning.data.encoding.collation import collate_samples
 from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
 # The roles of columns of texts.
@@ -78,10 +78,12 @@ def collate_pairs(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[
     batch = {}
     num_texts = len(samples[0]["input_ids"])
     for index, column in enumerate(names_of_texts(num_texts)):
-        texts = [{"input_ids": sample["input_ids"][index]} for sample in samples]
-        for name, tensor in collate_ids(texts, pad_token_id).items():
+        texts = [
+            {"input_ids": sample["input_ids"][index], "text_id": sample["text_ids"][index]}
+            for sample in samples
+        ]
+        for name, tensor in collate_samples(texts, pad_token_id).items():
             batch[f"{name}_{column}"] = tensor
-        batch[f"text_id_{column}"] = torch.tensor([sample["text_ids"][index] for sample in samples])
     if "label" in samples[0]:
         scores = [sample["label"] for sample in samples]
         batch["score"] = torch.tensor(scores, dtype=torch.float32)

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from math import inf
 from typing import Any
 
 from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.engine.checks.nonfinite import ON_NONFINITE
 from hf_ga.errors import ConfigError
-from hf_ga.finetuning.data.options import DataOptions, as_list, option
+from hf_ga.finetuning.data.options import DataOptions, option
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.flags.config_checks import check_fields, check_one_of, check_output_dir
 from hf_ga.finetuning.run.optimizers import ADAM, OPTIMIZERS, SCHEDULES
@@ -35,6 +34,7 @@ _CHOICES = {
     "mixed_precision": ("no", "bf16", "fp16"),
     "pooling": POOLINGS,
     "truncation_side": ("right", "left"),
+    "torch_compile": (True, False, AUTO),
 }
 # Flags that apply to some tasks only: names of the tasks -> flags.
 _FLAGS_OF_TASKS: dict[tuple[str, ...], str] = {
@@ -409,7 +409,17 @@ class FinetuneConfig(DataOptions):
                     )
         self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
         if not has_own_metrics:
-            self._check_metric_for_best_model()
+            task = TASKS[self.task]
+            # TASKS lists no metric for language modeling, which is evaluated by perplexity.
+            metrics_of_task = task.metrics or ("perplexity",)
+            known_metrics = ("loss", *metrics_of_task, *task.generated_metrics)
+            metric = self.metric_for_best_model
+            check_one_of("metric_for_best_model", metric, known_metrics)
+            if metric in task.generated_metrics and not self.predict_with_generate:
+                raise ConfigError(
+                    f"metric_for_best_model {metric} compares generated texts: set "
+                    "--predict_with_generate."
+                )
         for needed, flags in _NEEDS.items():
             is_met = any(getattr(self, name) for name in needed)
             for flag in flags.split():
@@ -437,53 +447,22 @@ class FinetuneConfig(DataOptions):
             self.output_dir, resume_from=self.resume_from_checkpoint, only_adds=self.eval_only
         )
 
-    def _check_metric_for_best_model(self) -> None:
-        """Raise ConfigError if `metric_for_best_model` is neither the loss nor a metric of the
-        task.
-        """
-        metric = self.metric_for_best_model
-        task = TASKS[self.task]
-        # TASKS lists no metric for language modeling, which is evaluated by perplexity.
-        metrics_of_task = task.metrics or ("perplexity",)
-        known_metrics = ("loss", *metrics_of_task, *task.generated_metrics)
-        check_one_of("metric_for_best_model", metric, known_metrics)
-        if metric in task.generated_metrics and not self.predict_with_generate:
-            raise ConfigError(
-                f"metric_for_best_model {metric} compares generated texts: set "
-                "--predict_with_generate."
-            )
-
     def _mistakes_in_values(self) -> Iterator[str]:
         """Yield an error message for each flag whose value is impossible, or excludes another."""
-        if self.torch_compile not in (True, False, AUTO):
-            yield f"torch_compile must be true, false or {AUTO}, got {self.torch_compile!r:.80}."
         weights = self.class_weights
         are_weights = isinstance(weights, list) and all(
-            isinstance(weight, float) and 0 < weight < inf for weight in weights
+            isinstance(weight, float) for weight in weights
         )
         if weights not in (None, BALANCED) and not are_weights:
             yield (
-                f"class_weights must be {BALANCED}, or one finite number above 0 for each class, "
-                f"got {weights!r:.80}."
-            )
-        if any(dim < 1 for dim in self.matryoshka_dims or ()):
-            yield f"matryoshka_dims must be at least 1, got {min(self.matryoshka_dims or ())}."
-        if self.doc_stride is not None and self.doc_stride >= self.max_length:
-            yield (
-                f"doc_stride {self.doc_stride} must be below max_length {self.max_length}: "
-                "neighboring windows of max_length tokens must share fewer tokens."
+                f"class_weights must be {BALANCED}, or one number above 0 for each class, got "
+                f"{weights!r:.80}."
             )
         adam_settings = (self.adam_beta1, self.adam_beta2, self.adam_epsilon)
         if self.optim not in ADAM and adam_settings != (0.9, 0.999, 1e-8):
             yield (
                 f"adam_beta1, adam_beta2 and adam_epsilon apply to {', '.join(ADAM)}, not "
                 f"{self.optim}: omit them."
-            )
-        if self.same_bits is not None and self.same_bits > self.per_device_train_batch_size:
-            yield (
-                f"per_device_train_batch_size {self.per_device_train_batch_size} is smaller than "
-                f"one chunk of same_bits {self.same_bits}: set it to at least {self.same_bits}, or "
-                "lower same_bits."
             )
         if self.has_adapters and find_spec("peft") is None:
             yield 'adapters need the package peft: pip install "hf_ga[finetune]".'
@@ -500,13 +479,6 @@ class FinetuneConfig(DataOptions):
             yield (
                 "resize_token_embeddings would evaluate new rows that were never trained: omit it; "
                 "the folder of a trained model has all rows."
-            )
-        if self.streaming and "stdlib" in as_list(self.dataset_name):
-            yield "streaming does not support the embedded corpus stdlib: name files or a dataset."
-        if self.streaming and self.dataloader_num_workers > 1:
-            yield (
-                f"streaming does not support dataloader_num_workers {self.dataloader_num_workers}: "
-                "use 1 worker, or 0."
             )
 
     def to_dict(self) -> dict[str, Any]:

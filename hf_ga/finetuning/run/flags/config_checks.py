@@ -29,6 +29,7 @@ _POSITIVE = (
     "lora_alpha",
     "adam_epsilon",
     "temperature",
+    "class_weights",
 )
 # Flags that must be below a value.
 _UPPER_BOUND = {
@@ -74,10 +75,10 @@ def check_fields(config: Any) -> None:
             )
         if value in ("", []) or (isinstance(value, list) and "" in value):
             raise ConfigError(f"{name} is an empty string or list: give a value, or omit it.")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number:
-            usual_minimum = 1 if int in allowed_types else 0
-            _check_bounds(name, value, _MINIMUM.get(name, usual_minimum))
+        usual_minimum = 0 if {int, list[int]}.isdisjoint(allowed_types) else 1
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                _check_bounds(name, number, _MINIMUM.get(name, usual_minimum))
 
 
 def _has_type(value: Any, expected: Any) -> bool:
@@ -120,7 +121,7 @@ def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
         ConfigError: If the value is not supported.
     """
     if value not in known:
-        raise ConfigError(f"unknown {name} {value!r}: use one of {', '.join(known)}.")
+        raise ConfigError(f"unknown {name} {value!r}: use one of {', '.join(map(str, known))}.")
 
 
 def check_output_dir(

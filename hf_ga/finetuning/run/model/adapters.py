@@ -4,7 +4,7 @@
 
 import difflib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -123,15 +123,24 @@ def add_adapters(
 
 def _check_trainable(peft_model: Any, config: FinetuneConfig, new_tokens: Sequence[int]) -> None:
     """Check, in a run with LoRA adapters, that no two trainable parameters share memory, so that an
-    optimizer step updates each once, and that the embeddings of all new tokens are trained.
+    optimizer step updates each once, and that the embeddings of all new tokens are trained: their
+    rows alone, or the embeddings in full.
     """
+    from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
+
     if getattr(peft_model.peft_config["default"], "target_modules_to_tie", None):
         raise ConfigError(
             f"the adapter {config.adapter_name_or_path!r} has ensure_weight_tying: the matrices of "
             "its tied layers share memory, so that each update would be made twice. Train a new "
             "adapter with lora_r."
         )
-    if new_tokens and not _trains_embeddings_of(peft_model, new_tokens):
+    if not new_tokens:
+        return
+    embedding = peft_model.get_base_model().get_input_embeddings()
+    trained: Iterable[int] = new_tokens if isinstance(embedding, ModulesToSaveWrapper) else ()
+    if isinstance(embedding, TrainableTokensWrapper):
+        trained = embedding.token_adapter.token_indices["default"]
+    if not set(new_tokens) <= set(trained):
         raise ConfigError(
             f"the adapter {config.adapter_name_or_path!r} does not train the rows of the "
             f"{len(new_tokens)} new tokens: train a new one with lora_r, or omit "
@@ -198,18 +207,6 @@ def _has_name(module_name: str, names: Sequence[str] | None) -> bool:
     or `lora_modules_to_save`: its full name, or an end of it after a dot.
     """
     return any(module_name == name or module_name.endswith(f".{name}") for name in names or ())
-
-
-def _trains_embeddings_of(peft_model: nn.Module, token_ids: Sequence[int]) -> bool:
-    """Return whether a PEFT model trains the rows of these new tokens in its input embeddings:
-    these rows alone, or the embeddings in full.
-    """
-    from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
-
-    embedding = peft_model.get_base_model().get_input_embeddings()
-    if isinstance(embedding, TrainableTokensWrapper):
-        return set(token_ids) <= set(embedding.token_adapter.token_indices["default"])
-    return isinstance(embedding, ModulesToSaveWrapper)
 
 
 def _modules_without_pretrained_weights(model: nn.Module, new_weights: Sequence[str]) -> list[str]:

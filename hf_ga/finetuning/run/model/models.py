@@ -4,6 +4,7 @@ name, create small ones.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 
 import torch
 from accelerate import init_empty_weights
@@ -41,11 +42,6 @@ POSITIONS_AFTER_PADDING = {
     "xlm-roberta-xl",
     "xmod",
 }
-# Tasks whose head has one output per label of the data (regression: one output).
-TASKS_WITH_LABELS = ("text-classification", "regression", "multi-label", "token-classification")
-# Tasks that use the pretrained model as it is. A model of another task gets a new head if the shape
-# of its head does not fit the labels.
-TASKS_WITHOUT_NEW_HEAD = ("causal-lm", "masked-lm", "seq2seq", "embedding")
 
 
 def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
@@ -154,10 +150,9 @@ def complete_config(
             pad_token_id=tokenizer.pad_token_id,
             decoder_start_token_id=tokenizer.eos_token_id,
         )
-    _check_architecture(model_config, config)
-    _check_lengths(model_config, config)
+    for first_mistake in _mistakes_in_model(model_config, config, data):
+        raise ConfigError(first_mistake)
     _set_labels(model_config, config, data)
-    _check_vocabulary(model_config, config, data)
     pad_token_id = data.tokenizer.pad_token_id
     # torch.nn.Embedding refuses a padding index beyond its rows; then `_add_rows` sets it later.
     is_in_vocabulary = pad_token_id not in new_token_ids(model_config, data.tokenizer)
@@ -166,45 +161,48 @@ def complete_config(
     return model_config
 
 
-def _check_architecture(model_config: PretrainedConfig, config: FinetuneConfig) -> None:
-    """Check that the model's architecture can do the task of a run: a model for causal-lm must not
-    be an encoder such as BERT, and a model for seq2seq must have an encoder and a decoder.
+def _mistakes_in_model(
+    model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData
+) -> Iterator[str]:
+    """Yield an error message for each reason why the model cannot do the task of a run: its
+    architecture, its number of positions, or its vocabulary.
     """
     model_type = model_config.model_type
     # transformers has a masked LM head for encoders and some models that are both.
     has_masked_lm_head = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING
     is_decoder = model_config.is_encoder_decoder or getattr(model_config, "is_decoder", False)
     if config.task == "causal-lm" and has_masked_lm_head and not is_decoder:
-        raise ConfigError(
+        yield (
             f"{model_type} is an encoder and attends to the tokens that causal-lm predicts: use "
             "--task masked-lm, a decoder, or is_decoder true in its config.json."
         )
     if config.task == "seq2seq" and not model_config.is_encoder_decoder:
-        raise ConfigError(
+        yield (
             f"seq2seq needs an encoder with a decoder, such as T5 or BART; {model_type} has only "
             "one of them: use another model, or train a decoder on prompts with completions with "
             "--task causal-lm."
         )
-
-
-def _check_lengths(model_config: PretrainedConfig, config: FinetuneConfig) -> None:
-    """Check that the samples of a run, and its texts to generate, are not longer than the model's
-    position embeddings allow.
-    """
-    limit = num_positions(model_config)
-    if not limit:
-        return
+    limit = num_positions(model_config) or inf
     if config.sequence_length > limit:
         flag = "block_size" if config.block_size else "max_length"
-        raise ConfigError(
+        yield (
             f"{flag} {config.sequence_length} is beyond the {limit} positions of the model: use "
             f"at most {limit}."
         )
     generates = config.task == "seq2seq" and (config.predict_file or config.predict_with_generate)
     if generates and config.max_new_tokens >= limit:
-        raise ConfigError(
+        yield (
             f"max_new_tokens {config.max_new_tokens} must be below the {limit} positions of the "
             "model."
+        )
+    new_ids = new_token_ids(model_config, data.tokenizer)
+    if new_ids and not config.resize_token_embeddings:
+        last_id = new_ids[-1]
+        last_token = data.tokenizer.convert_ids_to_tokens(last_id)
+        yield (
+            f"the tokenizer has {len(data.tokenizer)} tokens (the last, {last_token!r}, has id "
+            f"{last_id}), but the model has {new_ids.start}: use the model's tokenizer, or add "
+            "rows for the new tokens with --resize_token_embeddings."
         )
 
 
@@ -235,31 +233,14 @@ def new_token_ids(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizer
     return range(vocab_size or num_ids, num_ids)
 
 
-def _check_vocabulary(
-    model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData
-) -> None:
-    """Check that every token of the tokenizer has a row in the model's token embeddings, or gets
-    one by the flag `resize_token_embeddings`.
-    """
-    new_ids = new_token_ids(model_config, data.tokenizer)
-    if not new_ids or config.resize_token_embeddings:
-        return
-    last_id = new_ids[-1]
-    last_token = data.tokenizer.convert_ids_to_tokens(last_id)
-    raise ConfigError(
-        f"the tokenizer has {len(data.tokenizer)} tokens (the last, {last_token!r}, has id "
-        f"{last_id}), but the model has {new_ids.start}: use the model's tokenizer, or add rows "
-        "for the new tokens with --resize_token_embeddings."
-    )
-
-
 def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData) -> None:
     """Set in the configuration of the model to fine-tune, in place, the number of outputs of its
     classification head, the names of the labels and the loss.
     """
     if config.task == "question-answering":
         model_config.num_labels = 2  # logits of the first and of the last token
-    if config.task not in TASKS_WITH_LABELS:
+    # One output for each label (regression: one output).
+    if data.task.labels not in ("class", "number", "classes", "tags"):
         return
     if config.eval_only:
         _check_trained_labels(model_config, config, data)
@@ -389,7 +370,8 @@ def _load_pretrained(setup: Setup, dtype: torch.dtype) -> tuple[PreTrainedModel,
             config=setup.model_config,
             dtype=dtype,
             trust_remote_code=config.trust_remote_code,
-            ignore_mismatched_sizes=config.task not in TASKS_WITHOUT_NEW_HEAD,
+            # A head whose shape does not fit the labels is replaced, where there are labels.
+            ignore_mismatched_sizes=setup.data.task.labels not in ("none", "target", "pairs"),
             output_loading_info=True,
             quantization_config=quantization_config,
         )

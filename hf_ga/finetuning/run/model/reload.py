@@ -39,6 +39,7 @@ from hf_ga.model.forward import (
     restored_modes,
     unwrapped,
 )
+from hf_ga.model.outputs import named_tensors
 from hf_ga.parallel.fsdp import unwrapped_name
 from hf_ga.recovery.latest import newest
 
@@ -269,11 +270,10 @@ def _compute_outputs(setup: Setup, model: nn.Module, batch: Batch, device: torch
     with restored_modes(model), force_eager(), setup.accelerator.autocast():
         model.eval()
         outputs = callable_module(model)(**send_to_device(inputs, device))
-    outputs_by_name = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
     return {
-        str(name): value.float().cpu()
-        for name, value in outputs_by_name.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
+        name: value.float().cpu()
+        for name, value in named_tensors(outputs).items()
+        if value.is_floating_point() and value.dim()
     }
 
 

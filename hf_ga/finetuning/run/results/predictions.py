@@ -3,7 +3,6 @@ with an added `prediction`, one JSON object per line, in the order of the file.
 """
 
 import json
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,6 @@ from accelerate.utils import gather_object
 from torch import nn
 from tqdm.auto import tqdm
 
-from hf_ga.finetuning.data.encoding.choices import collate_choices
-from hf_ga.finetuning.data.encoding.collation import collate_ids
 from hf_ga.finetuning.data.encoding.spans import Span, best_answer, by_question, read_spans
 from hf_ga.finetuning.run.run import Setup
 from hf_ga.finetuning.run.scores.evaluation import (
@@ -82,10 +79,10 @@ def _predict_samples(setup: Setup, model: nn.Module) -> list[Predicted]:
     found: list[Predicted] = []
     if not len(not_empty):
         return found
-    collate = collate_choices if setup.config.task == "multiple-choice" else collate_ids
+    inputs = [name for name in ("input_ids", "token_type_ids") if name in samples.column_names]
     windows = evaluation_windows(
-        samples.select(not_empty),
-        partial(collate, pad_token_id=setup.data.tokenizer.pad_token_id),
+        samples.select(not_empty).select_columns(inputs),
+        setup.data.collate,
         accelerator=accelerator,
         batch_size=setup.config.per_device_eval_batch_size,
         lengths=lengths[not_empty],

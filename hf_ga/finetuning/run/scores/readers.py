@@ -52,41 +52,32 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     dataset = setup.data.splits[split]
     if setup.compute_metrics is not None:
         return user_metrics_reader(setup, model)
-    if task == "token-classification" and are_entities(labels):
-        return Reader(partial(_entity_metrics, labels), read_logits)
     if task == "question-answering":
         columns = (dataset["window_index"][:], dataset["answers"][:])
-        return Reader(partial(answer_metrics, *columns), partial(_read_answers, dataset))
+        return Reader(
+            partial(answer_metrics, *columns),
+            lambda outputs, batch, of: read_spans(
+                outputs, [dataset[int(i)] for i in of.sample_ids]
+            ),
+        )
     if setup.config.predict_with_generate:
         return Reader(
-            partial(_text_metrics, dataset["target"][:]),
+            lambda texts: compute(TEXT_METRICS, zip(texts, dataset["target"][:], strict=True)),
             lambda outputs, batch, of: generated_targets(setup, model, batch),
         )
-    if not setup.data.task.metrics:
-        return None
-    return logits_reader(setup.data.task.metrics)
+    if task == "token-classification" and are_entities(labels):
+        return Reader(partial(compute, ENTITY_METRICS), partial(_read_entities, labels))
+    scores = {name: METRICS[name] for name in setup.data.task.metrics}
+    return Reader(partial(compute, scores), read_logits) if scores else None
 
 
-def _read_answers(
-    dataset: Any, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-) -> list[Span]:
-    """Return the best span of each sample of question answering in an evaluation."""
-    return read_spans(outputs, [dataset[int(i)] for i in micro_batch.sample_ids])
-
-
-def _entity_metrics(
-    labels: list[str], compared: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> dict[str, float]:
-    """Compute the metrics of named entities in an evaluation from the predicted and the true tags
-    of each text.
-    """
+def _read_entities(
+    labels: list[str], outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+) -> list[tuple[list[str], list[str]]]:
+    """Read the predicted and the true tags of each text in an evaluation, as names."""
     names = np.asarray(labels)
-    return compute(ENTITY_METRICS, ((names[a].tolist(), names[b].tolist()) for a, b in compared))
-
-
-def _text_metrics(targets: Sequence[str], texts: Sequence[str]) -> dict[str, float]:
-    """Compute the metrics of generated texts in an evaluation."""
-    return compute(TEXT_METRICS, zip(texts, targets, strict=True))
+    compared = read_logits(outputs, batch, micro_batch)
+    return [(names[predicted].tolist(), names[true].tolist()) for predicted, true in compared]
 
 
 def answer_metrics(
@@ -109,17 +100,6 @@ def answer_metrics(
     # All windows of a question have the same correct answers.
     correct = [repeated[0] for repeated in by_question(windows, correct_answers)]
     return compute(ANSWER_METRICS, zip(answers, correct, strict=True))
-
-
-def logits_reader(metrics: Sequence[str]) -> Reader:
-    """Return the reader with which an evaluation of a run computes metrics that compare logits with
-    labels.
-
-    Args:
-        metrics: Names of metrics in `METRICS`.
-    """
-    chosen = {name: METRICS[name] for name in metrics}
-    return Reader(partial(compute, chosen), read_logits)
 
 
 def read_logits(
