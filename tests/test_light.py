@@ -17,12 +17,24 @@ from not_installed import FINETUNE
 
 import hf_ga
 from hf_ga.finetuning.run import PACKAGES
+from hf_ga.model.loaded import loaded_class
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {*FINETUNE, "pandas"}
 SUBMODULES = {"datasets", "pyarrow", "sklearn", "evaluate"}
 # transformers.Trainer imports datasets and peft by itself where they are installed.
-LIGHT = ("WindowLoader", "StreamLoader", "prepare", "train_step", "plan_batch", "check_equivalence")
+LIGHT = (
+    "Accelerator",
+    "InfoNCE",
+    "StreamLoader",
+    "WindowLoader",
+    "backward",
+    "check_equivalence",
+    "compile_layers",
+    "plan_batch",
+    "prepare",
+    "train_step",
+)
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -64,6 +76,26 @@ def test_the_library_loads_no_package_of_the_command(imported):
     assert {"hf_ga.training", "hf_ga.check.check", "accelerate"} <= loaded
     assert loaded & {*HEAVY, "transformers.trainer"} == set()
     assert {name for name in loaded if name.startswith("hf_ga.finetuning")} == set()
+
+
+@pytest.mark.slow("imports everything anew")
+def test_the_library_waits_for_no_model_of_transformers(imported):
+    """They take three of five seconds. A script that has one imports them itself."""
+    assert imported[1] & {"transformers", "transformers.modeling_utils", "torch._dynamo"} == set()
+    assert "transformers.modeling_utils" in imported[2], "what the command imports"
+
+
+def test_classes_are_where_the_library_looks_for_them():
+    """In another place their objects would silently count as those of unknown classes."""
+    call = re.compile(r'loaded_class\(\s*"([\w.]+)",\s*"(\w+)"')
+    texts = [path.read_text() for path in sorted((ROOT / "hf_ga").rglob("*.py"))]
+    found = {place for text in texts for place in call.findall(text)}
+    assert {name for _, name in found} >= {"PreTrainedModel", "ModelOutput"}
+    for module, name in found:
+        expected = getattr(importlib.import_module(module), name)
+        assert loaded_class(module, name) == (expected,)
+        assert expected.__module__ == module, name
+    assert loaded_class("transformers.not_imported", "PreTrainedModel") == ()
 
 
 @pytest.mark.slow("imports everything anew")

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers.utils import cached_file
 
 from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.errors import ConfigError
@@ -50,6 +48,8 @@ def write_sentence_transformers_files(
         for index, (name, module_folder) in enumerate(MODULES.items())
     ]
     pooling_flags = {key: name == pooling for name, key in POOLING_KEYS.items()}
+    import transformers  # here: the losses of embeddings do not wait for it
+
     versions = {"transformers": transformers.__version__, "pytorch": torch.__version__}
     files = {
         "modules.json": modules,
@@ -81,6 +81,8 @@ def saved_pooling(model_name_or_path: str) -> str | None:
     Raises:
         ConfigError: If it was saved with a pooling that is not in `POOLINGS`.
     """
+    from transformers.utils import cached_file  # here: as above
+
     path = cached_file(
         model_name_or_path,
         POOLING_FILE,

@@ -3,17 +3,19 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_ga.embedding.layout import write_sentence_transformers_files
 from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.errors import ConfigError
 from hf_ga.model.precision import at_least_float32
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Prefixes of the batch entries of a column of texts: "input_ids_anchor", "attention_mask_anchor".
 INPUT_IDS = "input_ids_"
@@ -47,7 +49,7 @@ class EmbeddingModel(nn.Module):
 
     def __init__(
         self,
-        encoder: PreTrainedModel,
+        encoder: "PreTrainedModel",
         pooling: str = "mean",
         *,
         temperature: float | None = None,
@@ -77,7 +79,7 @@ class EmbeddingModel(nn.Module):
             pooler.requires_grad_(False)
 
     @property
-    def config(self) -> PretrainedConfig:
+    def config(self) -> "PretrainedConfig":
         """The configuration of the embedding model's encoder."""
         return self.encoder.config
 

@@ -2,6 +2,6 @@
 
 In: a model and a batch. Out: its outputs and its loss, in the precision that Accelerate applies.
 Begin with forward.py; outputs.py lists the tensors of nested outputs, precision.py checks autocast
-and dtypes, override.py changes attributes for the time of a `with` block, hooks.py has hooks that
-copies of a model do not have.
+and dtypes, loaded.py has classes without importing them, override.py changes attributes for the
+time of a `with` block, hooks.py has hooks that copies of a model do not have.
 """

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_ga.errors import ConfigError, NoLoss
+from hf_ga.model.loaded import loaded_class
 from hf_ga.model.precision import at_least_float32
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Modules that wrap a model or its layers after a trial of its loss.
 PARALLEL = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
@@ -61,6 +64,11 @@ def callable_module(model: nn.Module) -> nn.Module:
     return model
 
 
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is a `PreTrainedModel` of transformers."""
+    return isinstance(model, loaded_class("transformers.modeling_utils", "PreTrainedModel"))
+
+
 def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     """Return a function that drops the entries of a batch that the model's forward does not accept.
 
@@ -74,7 +82,7 @@ def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     model = unwrapped(model)
     # Accelerate's mixed precision replaces the forward, and keeps the original.
     forwards = [getattr(model, "_original_forward", model.forward)]
-    if isinstance(model, PreTrainedModel):
+    if is_of_transformers(model):
         bases = [vars(base) for base in type(model).__mro__]
         forwards += [base["forward"] for base in bases if "forward" in base]
     accepted_names: set[str] = set()
@@ -94,13 +102,13 @@ def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     return dict  # every forward has **kwargs: nothing is dropped
 
 
-def transformers_configs(model: nn.Module) -> list[PretrainedConfig]:
+def transformers_configs(model: nn.Module) -> "list[PretrainedConfig]":
     """Return the configs of the transformers models in a model."""
-    return [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [module.config for module in model.modules() if is_of_transformers(module)]
 
 
 @contextmanager
-def without_cache(configs: Sequence[PretrainedConfig]) -> Iterator[None]:
+def without_cache(configs: "Sequence[PretrainedConfig]") -> Iterator[None]:
     """Let transformers models return no cache for generation in the block: it costs memory, it is
     no output of samples, and compiled layers compile again for it.
 

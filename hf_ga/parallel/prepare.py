@@ -16,8 +16,8 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as check
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from transformers import PreTrainedModel
 
+from hf_ga.model.forward import is_of_transformers
 from hf_ga.model.override import override
 from hf_ga.parallel.backend import keep_process_group_alive
 from hf_ga.parallel.fsdp import is_sharded
@@ -192,7 +192,7 @@ def _set_classes_to_wrap(plugin: FullyShardedDataParallelPlugin, model: nn.Modul
     Not those that contain the input embeddings, as in BERT: Accelerate wraps these separately, and
     fails if a listed class contains them.
     """
-    if plugin.transformer_cls_names_to_wrap is not None or not isinstance(model, PreTrainedModel):
+    if plugin.transformer_cls_names_to_wrap is not None or not is_of_transformers(model):
         return
     embeddings = model.get_input_embeddings()
     classes_with_embeddings = {

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_ga.draws.dropout.masks import keep_threshold, uniform_int32
 from hf_ga.draws.hashing import mixed, signed
@@ -235,7 +234,7 @@ class CompiledRows:
         **arguments: Any,
     ) -> tuple[Tensor, None]:
         """Attention of a row, as an attention function of transformers."""
-        options = attention_options(sdpa_attention_forward, module, query, arguments)
+        options = attention_options(module, query, arguments)
         if options is None:
             raise ConfigError(f"attention of rows does not know these options: {arguments}.")
         # Autocast does not see the operator.

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_ga.draws.dropout.dropout_site import DropoutSite
 from hf_ga.draws.hashing import signed
@@ -140,9 +139,9 @@ class PackedAttention:
             A tensor of shape (1, num_tokens, num_heads, head_dim). None if the kernel does not
             support this call; then no dropout was drawn.
         """
-        if self._samples is None:
+        if self._samples is None or not is_sdpa(original):
             return None
-        computed = attention_options(original, module, query, options)
+        computed = attention_options(module, query, options)
         if computed is None:
             return None
         if attention_mask is None:  # then the function reads no window either
@@ -205,8 +204,15 @@ class PackedAttention:
         return is_plain
 
 
+def is_sdpa(function: Callable | None) -> bool:
+    """Whether an attention function is transformers' `sdpa_attention_forward`."""
+    # Here: a script without transformers would wait for it when it imports hf_ga.
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return function is sdpa_attention_forward
+
+
 def attention_options(
-    original: Callable,
     module: nn.Module,
     query: Tensor,
     arguments: dict[str, Any],
@@ -215,18 +221,15 @@ def attention_options(
     it.
 
     Args:
-        original: The attention function that the model would call.
         module: The model's attention module. Its attribute `is_causal` is the default of that
             argument.
         query: Queries, of shape (..., head_dim).
-        arguments: The other arguments of `original`.
+        arguments: The other arguments of the call.
 
     Returns:
-        What it computes. None for another function, if one of its arguments is not known or not
-        supported, or if it is unknown whether attention is causal.
+        What it computes. None if one of its arguments is not known or not supported, or if it is
+        unknown whether attention is causal.
     """
-    if original is not sdpa_attention_forward:
-        return None
     for name, value in arguments.items():
         is_switch = value is None or isinstance(value, bool)
         if name not in KNOWN_ARGUMENTS and not is_switch:

@@ -18,16 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError
 from hf_ga.loading.batches import IGNORED_LABEL
 from hf_ga.model.forward import compiled_modules
+from hf_ga.model.loaded import loaded_class
 from hf_ga.model.override import Replacement, override
 from hf_ga.rows.compiling import layer_lists
-from hf_ga.rows.packed_attention import PackedAttention, PackedSamples
+from hf_ga.rows.packed_attention import PackedAttention, PackedSamples, is_sdpa
 from hf_ga.rows.packed_tokens import PackedMasks, PackedTokens
 from hf_ga.speed.speed_up import Call, SpeedUp
 
@@ -204,18 +203,25 @@ class Packing(SpeedUp):
             return self._rows.replacements(self._run_layer) if is_row else self._rows.uncompiled()
         if self._tokens is None:
             return []
-        original_get_interface = AttentionInterface.get_interface
-
-        def get_interface(*args: Any) -> Callable:
-            """Return a model's attention function, wrapped so that it takes packed tokens."""
-            return partial(self._attend, original_get_interface(*args))
-
         # FSDP and checkpointing may have wrapped the layers since `attach`.
         forwards = [
             (layer, "forward", partial(self._run_layer, layer, layer.forward))
             for layer in self._layers
         ]
-        return [*forwards, (AttentionInterface, "get_interface", get_interface)]
+        interfaces = loaded_class("transformers.modeling_utils", "AttentionInterface")
+        return [*forwards, *map(self._interface_replacement, interfaces)]
+
+    def _interface_replacement(self, interface: type) -> Replacement:
+        """Let the attention functions that transformers' `AttentionInterface` returns take packed
+        tokens.
+        """
+        original = interface.get_interface
+
+        def get_interface(*args: Any) -> Callable:
+            """Return a model's attention function, wrapped so that it takes packed tokens."""
+            return partial(self._attend, original(*args))
+
+        return interface, "get_interface", get_interface
 
     def after(self) -> None:
         """Pack nothing until the next micro-batch."""
@@ -287,7 +293,7 @@ class Packing(SpeedUp):
         for name, value in arguments.items():
             if name in PER_TOKEN:
                 arguments[name] = self._packed_argument(value)
-            elif isinstance(value, Cache):
+            elif isinstance(value, loaded_class("transformers.cache_utils", "Cache")):
                 arguments[name] = None  # not needed in training
         return self._packed_hidden_states(layer, hidden_states), arguments
 
@@ -430,9 +436,12 @@ def reason_not_to_run_rows(
     if set(compiled) != set(layers):
         return "other modules than its layers are compiled"
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if name is None or AttentionInterface().get(name) is not sdpa_attention_forward:
-        return f"its attention is {name}, not sdpa"
-    return None
+    if name is not None:
+        from transformers import AttentionInterface
+
+        if is_sdpa(AttentionInterface().get(name)):
+            return None
+    return f"its attention is {name}, not sdpa"
 
 
 def user_hooks(of_modules: Iterable[Mapping[int, Callable]]) -> list[Callable]:

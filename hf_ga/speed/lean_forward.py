@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig
-from transformers.activations import NewGELUActivation
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.model.forward import transformers_configs, without_cache
+from hf_ga.model.loaded import loaded_class
 from hf_ga.model.override import Replacement
 from hf_ga.speed.speed_up import Call, SpeedUp
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class LeanForward(SpeedUp):
@@ -43,7 +46,8 @@ class LeanForward(SpeedUp):
 
     def replacements(self) -> Sequence[Replacement]:
         """Fuse `gelu_new`, GPT-2's activation."""
-        return [(NewGELUActivation, "forward", _fused_gelu)]
+        activations = loaded_class("transformers.activations", "NewGELUActivation")
+        return [(activation, "forward", _fused_gelu) for activation in activations]
 
     def after(self) -> None:
         """Restore the configs."""

@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
-from transformers.utils import ModelOutput
 
+from hf_ga.model.loaded import loaded_class
 from hf_ga.speed.lazy_logits import LazyLogits
 
 OnRead = Callable[[], None]
@@ -28,7 +28,8 @@ def watched(outputs: Any, on_read: OnRead) -> Any:
     Returns:
         The outputs, without lazy logits unless they are a `ModelOutput`.
     """
-    if isinstance(outputs, ModelOutput) and not isinstance(outputs, _WatchedOutputs):
+    model_output = loaded_class("transformers.utils.generic", "ModelOutput")
+    if isinstance(outputs, model_output) and not isinstance(outputs, _WatchedOutputs):
         vars(outputs)[_ON_READ] = on_read
         object.__setattr__(outputs, "__class__", _watched_class_of(type(outputs)))
         return outputs

@@ -400,25 +400,36 @@ def test_plain_masks_by_hand(mask, kind, expected):
 
 
 @pytest.mark.parametrize(
-    ("function", "options", "is_understood"),
+    ("options", "is_understood"),
     [
-        (sdpa_attention_forward, {"dropout": 0.1, "position_ids": torch.ones(1, 3)}, True),
-        (sdpa_attention_forward, {"use_cache": True, "encoder_hidden_states": None}, True),
-        (sdpa_attention_forward, {"softcap": 2.0}, False),
-        (sdpa_attention_forward, {"dropout": 1.0}, False),
-        (sdpa_attention_forward, {"position_bias": torch.ones(1, 2, 3, 3)}, False),
-        (sdpa_attention_forward, {"temperature": 2.0}, False),
-        (sdpa_attention_forward, {"sliding_window": 2}, True),
-        (pad_right, {}, False),
+        ({"dropout": 0.1, "position_ids": torch.ones(1, 3)}, True),
+        ({"use_cache": True, "encoder_hidden_states": None}, True),
+        ({"softcap": 2.0}, False),
+        ({"dropout": 1.0}, False),
+        ({"position_bias": torch.ones(1, 2, 3, 3)}, False),
+        ({"temperature": 2.0}, False),
+        ({"sliding_window": 2}, True),
     ],
 )
-def test_only_known_arguments_are_understood(function, options, is_understood):
+def test_only_known_arguments_are_understood(options, is_understood):
     module = nn.Identity()
     query = torch.ones(1, 2, 3, 8)
-    assert attention_options(function, module, query, options) is None, "causal or not?"
+    assert attention_options(module, query, options) is None, "causal or not?"
     module.is_causal = True
-    found = attention_options(function, module, query, options)
+    found = attention_options(module, query, options)
     assert (found is not None) == is_understood
+
+
+@pytest.mark.parametrize("function", [sdpa_attention_forward, pad_right])
+def test_only_the_function_of_transformers_is_computed(monkeypatch, function):
+    """The attention of a user's own function is computed on padded samples."""
+    tried = []
+    monkeypatch.setattr("hf_ga.rows.packed_attention.attention_options", lambda *_: tried.append(1))
+    attention = PackedAttention(KeyedDraws(), True)
+    attention.start_micro_batch(PackedSamples.of(torch.ones(1, 3), torch.zeros(1).long()))
+    query = torch.ones(1, 2, 3, 8)
+    assert attention.attend(function, nn.Identity(), query, query, query, None, {}) is None
+    assert len(tried) == (function is sdpa_attention_forward)
 
 
 def test_a_window_on_both_sides_is_not_for_kernels():

@@ -12,7 +12,6 @@ from hf_ga.check.steps import CheckContext, run_hf_ga_step
 from hf_ga.check.verdict.judging import compute_reference, judged
 from hf_ga.check.verdict.rows import OURS, Cause, ReportRow
 from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed, UnkeyedRandomness
-from hf_ga.pipeline.pipeline import prepare_pipeline
 from hf_ga.recovery.checkpoint import state_sha256
 
 MULTIPLES = (1, 2, 4)  # per-device batch sizes, in chunks
@@ -37,6 +36,9 @@ def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
                 "unsupported loss in a pipeline: only that of the model's own head is supported, "
                 "so omit loss_fn and whole_batch, or use FSDP."
             )
+        # Here: only pipelines need the models of transformers, which take seconds to import.
+        from hf_ga.pipeline.pipeline import prepare_pipeline
+
         model = copy.deepcopy(context.model)
         windows = context.loader(num_samples, per_device_batch_size=batch_size)
         pipeline = prepare_pipeline(context.accelerator, model, windows, num_stages=num_stages)

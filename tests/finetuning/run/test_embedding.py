@@ -116,7 +116,7 @@ def both_directions(model):
 LEARNED = {"learn_temperature": True, "symmetric_loss": True}
 
 
-@pytest.mark.parametrize("sizes", [[16], [4], [7, 1, 5, 3], [1]], ids=str)
+@pytest.mark.parametrize("sizes", [[16], [7, 1, 5, 3], [1]], ids=str)
 def test_a_window_is_one_batch_in_any_micro_batches(sizes, rows):
     """With dropout, against one float64 batch with the same masks; the temperature, too."""
     found, _, run, window = gradient(rows, sizes, still=False, **LEARNED)

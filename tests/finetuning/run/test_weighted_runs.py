@@ -25,7 +25,7 @@ from hf_ga.order.order import epoch_order
 from hf_ga.order.plan import plan_by_sizes
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
-LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}
+LAYOUTS = {"16x1": [16], "uneven": [7, 1, 5, 3], "1x16": [1]}
 COUNT, RARE = 100, 41  # one row in 100 has the rare label
 SEED, WINDOW = 7, 16  # of `small_config`
 EMPTY = epoch_order(COUNT, SEED, 0)[WINDOW : 2 * WINDOW]  # rows of the second window: weight 0
