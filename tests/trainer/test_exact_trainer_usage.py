@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from images import collate_images, image_samples, images_and_text
+from memory_limits import Device
 from peft import LoraConfig, get_peft_model
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, LossOfMyOwn
 from torch.utils.data import IterableDataset
@@ -425,6 +426,53 @@ def test_overridden_steps_that_would_not_be_exact_are_found(case, step, parent, 
     own = type("Own", (parent,), {"training_step": step})
     with pytest.raises(ConfigError, match=message):
         prepared(case, mixed(own) if parent is tf.Trainer else own).train()
+
+
+def keeps_a_number(self, model, inputs, num_items_in_batch=None):
+    self.number = float(len(inputs["labels"]) + inputs["input_ids"].sum())
+    return ExactTrainer.training_step(self, model, inputs)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_an_overridden_step_keeps_of_a_micro_batch_is_warned_of(case, caplog, keeps):
+    """All micro-batches are computed in the last call, with the number of the last one."""
+    own = {"training_step": keeps_a_number} if keeps else {}
+    prepared(case, type("Own", (ExactTrainer,), own)).train()
+    assert caplog.text.count("last value of trainer.number") == int(keeps)
+    assert ("last value of" in caplog.text) is keeps
+
+
+def test_windows_are_rehearsed_by_their_number_in_the_run(case):
+    """Each epoch has one window: the first three and the ninth have a rehearsal."""
+    given = case(h.bert_classifier, h.class_samples(WINDOW), dropout=0.0)
+    numbers = []
+    given.model.register_forward_pre_hook(lambda *_: numbers.append(torch.is_grad_enabled()))
+    forwards = []
+
+    class Counts(tf.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            forwards.append(sum(numbers))
+            numbers.clear()
+
+    more = {"trainer": {"callbacks": [Counts()]}, "num_train_epochs": 10}
+    given.run(layout=(4, 4), **more)
+    assert [number > 4 for number in forwards[4:]] == [index == 8 for index in range(4, 10)]
+
+
+def test_where_memory_runs_out_the_updates_are_the_same(case):
+    """The control: Trainer raises the error."""
+    given = case(h.gpt2, h.token_samples(NUM_SAMPLES))
+    one = {"num_train_epochs": 1}
+    full = given.run(layout=(16, 1), **one)
+    trainer = given.make(layout=(8, 2), **one)
+    device = Device(trainer.model, fits=40)
+    trainer.train()
+    assert device.failures
+    assert weight_error(trainer.run, full) < CLOSE
+    plain = given.make(tf.Trainer, layout=(8, 2), **one)
+    Device(plain.model, fits=40)
+    with pytest.raises(torch.OutOfMemoryError):
+        plain.train()
 
 
 class ClassWeights(LossOfMyOwn):
