@@ -18,7 +18,6 @@ from hf_ga.batch.ranks import (
     agree_on_global_batch,
     gather_batches,
 )
-from hf_ga.engine.own_loop import KeptLoop
 from hf_ga.engine.whole.whole_window import WholeBatchLoss
 from hf_ga.errors import ConfigError
 from hf_ga.loading.fetch import WindowRequest
@@ -26,7 +25,7 @@ from hf_ga.loading.window import LoaderState, Window
 from hf_ga.model.forward import LossFunction, module_modes, unwrapped
 from hf_ga.order.plan import plan_by_sizes
 from hf_ga.parallel.backend import Backend
-from hf_ga.training import check_one_loss
+from hf_ga.training import LossSettings, check_one_loss, loop_of
 
 # A sample's dropout masks are keyed by one int64: step * MAX_SAMPLES + index in the global batch.
 MAX_SAMPLES = 2**32
@@ -76,14 +75,12 @@ class CallMemory:
         states: `Agreement.kind` -> what batches with the same entries share, such as padding.
         axes: Structure of a batch (`CollatedBatch.structure`) -> the token axes of its entries: of
             those that had the same padded length in all earlier batches.
-        kept_loop: Computes the batches.
     """
 
     step: int = 0
     max_elements: int | None = None
     states: dict[Any, LoaderState] = field(default_factory=dict)
     axes: dict[tuple[str, ...], Axes] = field(default_factory=dict)
-    kept_loop: KeptLoop = field(default_factory=KeptLoop)
 
     def __reduce__(self) -> tuple:
         """Pickle and copy what `hf_ga.backward` keeps for a model as an empty memory: it refers to
@@ -179,14 +176,8 @@ def backward(
             micro_batch_size=micro_batch_size,
             step=step,
         )
-        loop = memory.kept_loop.get(
-            model,
-            backend,
-            loss_fn,
-            whole_batch,
-            allow_split_dependent_randomness=allow_split_dependent_randomness,
-        )
-        result = loop.add_gradients(window)
+        settings = LossSettings(loss_fn, whole_batch, allow_split_dependent_randomness)
+        result = loop_of(model, backend, settings).add_gradients(window)
     memory.max_elements = state.max_elements
     memory.step = step + 1
     return result.loss_tensor

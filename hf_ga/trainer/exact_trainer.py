@@ -37,7 +37,7 @@ from hf_ga.loading.fetch import WindowRequest
 from hf_ga.loading.lengths import find_lengths
 from hf_ga.loading.window import Window
 from hf_ga.loading.window_loader import WindowLoader
-from hf_ga.logs import Warnings, get_logger
+from hf_ga.logs import get_logger
 from hf_ga.model.forward import LossFunction, argument_filter, call_loss_fn
 from hf_ga.model.override import override
 from hf_ga.model.precision import check_step
@@ -55,8 +55,6 @@ logger = get_logger(__name__)
 # Attributes of TRL's trainers that compute_loss updates for the log; additional forwards must not
 # change them.
 LOGGED_COUNTERS = ("_metrics", "_total_train_tokens")
-# Attributes that Trainer's loop changes between two micro-batches.
-CHANGING = {*LOGGED_COUNTERS, "current_flos", "control", "_tr_loss"}
 
 
 class TrainerWindow(OwnLoop):
@@ -86,13 +84,11 @@ class TrainerWindow(OwnLoop):
             self.loader_state.pad_to_window = True  # its noise is scaled by the padded width
         self.num_begun: int | None = None
         self._batches: list[WindowBatch] = []
-        self._attributes: dict[str, Any] = {}  # of the trainer, in the first micro-batch
         self._counters: dict[str, Any] = {}  # of the trainer, before the window
         self._step: Callable[[dict[str, Any]], Any] | None = None  # Trainer's, on a batch
         self._current: tuple[Tensor, float | None] | None = None  # loss, what it is a sum over
         self._has_pairs = has_pairs(trainer.data_collator)
         self._is_scale_checked = False  # whether `backward` has checked its first loss
-        self._warnings = Warnings(logger)
         self._window_loss = WindowLoss(trainer)
         if trainer.whole_batch:
             loss = self._window_loss
@@ -144,24 +140,8 @@ class TrainerWindow(OwnLoop):
                 "from other batches of its samples: change them in the collate function or in "
                 "compute_loss."
             )
-        self._note_attributes()
         self.num_begun += 1
         return self.num_begun == len(self._batches)
-
-    def _note_attributes(self) -> None:
-        """Warn of attributes of the trainer that are others than in the window's first micro-batch:
-        all of its micro-batches are computed with those of the last.
-        """
-        now = {name: v for name, v in vars(self.trainer).items() if name not in CHANGING}
-        if self.num_begun == 0:
-            self._attributes = now
-        changed = [name for name in now if now[name] is not self._attributes.get(name)]
-        if changed:
-            self._warnings.once(
-                f"ExactTrainer computes a window in its last training_step, with the last value of "
-                f"trainer.{changed[0]}, which changes between micro-batches: what belongs to "
-                "samples must be in their batch."
-            )
 
     def train(self, step: Callable[[dict[str, Any]], Any]) -> Tensor:
         """Compute the gradient of the window; return its mean loss.
@@ -387,6 +367,12 @@ class ExactTrainerMixin:
         """
         enable_fp16_on_cpu(self.accelerator)
         check_trainer(self, ExactTrainerMixin)
+        if type(self).training_step is not ExactTrainerMixin.training_step:
+            logger.warning(
+                f"ExactTrainer: all micro-batches of a window are computed within the last call of "
+                f"{type(self).__name__}.training_step for it. What belongs to a micro-batch must be "
+                "an entry of its batch, and not an attribute that this method sets."
+            )
         window_size = WindowSize(self._window_size)
         if args:
             kwargs["resume_from_checkpoint"], *args = args

@@ -293,7 +293,7 @@ def test_arguments_that_cannot_be_made_exact_are_refused_by_name(case, message):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("FSDP", "set fsdp_version to 2"), ("DEEPSPEED", "use DDP or FSDP2")]
+    ("kind", "words"), [("FSDP", "set fsdp_version to 2"), ("DEEPSPEED", "unsupported: DEEPSPEED")]
 )
 def test_fsdp1_and_deepspeed_are_refused(case, kind, words, monkeypatch):
     trainer = prepared(case)
@@ -324,7 +324,7 @@ def test_processes_that_would_train_alone_and_fsdp_that_is_not_on_are_refused(ca
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(
         ConfigError,
-        match=r"FSDP was requested.*2 processes were launched, but each would train alone",
+        match=r"2 processes were launched, .* each would train alone.*; FSDP was requested",
     ):
         trainer.train()
 
@@ -438,8 +438,7 @@ def test_what_an_overridden_step_keeps_of_a_micro_batch_is_warned_of(case, caplo
     """All micro-batches are computed in the last call, with the number of the last one."""
     own = {"training_step": keeps_a_number} if keeps else {}
     prepared(case, type("Own", (ExactTrainer,), own)).train()
-    assert caplog.text.count("last value of trainer.number") == int(keeps)
-    assert ("last value of" in caplog.text) is keeps
+    assert ("within the last call of Own.training_step" in caplog.text) is keeps
 
 
 def test_windows_are_rehearsed_by_their_number_in_the_run(case):
