@@ -369,9 +369,9 @@ class ExactTrainerMixin:
         check_trainer(self, ExactTrainerMixin)
         if type(self).training_step is not ExactTrainerMixin.training_step:
             logger.warning(
-                f"ExactTrainer: all micro-batches of a window are computed within the last call of "
-                f"{type(self).__name__}.training_step for it. What belongs to a micro-batch must be "
-                "an entry of its batch, and not an attribute that this method sets."
+                "ExactTrainer: all micro-batches of a window are computed within the last call of "
+                f"{type(self).__name__}.training_step for it. What belongs to a micro-batch must "
+                "be an entry of its batch, and not an attribute that this method sets."
             )
         window_size = WindowSize(self._window_size)
         if args:
