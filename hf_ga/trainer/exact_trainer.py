@@ -14,7 +14,7 @@ overridden:
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -66,8 +66,7 @@ class TrainerWindow(OwnLoop):
         windows: The loader of the windows of its training dataset.
 
     Attributes:
-        num_begun: For how many micro-batches of the current window `training_step` was called; None
-            before the first window.
+        num_begun: For how many micro-batches of the current window `training_step` was called.
     """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
@@ -82,8 +81,9 @@ class TrainerWindow(OwnLoop):
         self.loader_state = windows.state  # what windows of the loader share, such as padding
         if trainer.args.neftune_noise_alpha:
             self.loader_state.pad_to_window = True  # its noise is scaled by the padded width
-        self.num_begun: int | None = None
+        self.num_begun = 0
         self._batches: list[WindowBatch] = []
+        self._num_updates = 0  # before the current window
         self._counters: dict[str, Any] = {}  # of the trainer, before the window
         self._step: Callable[[dict[str, Any]], Any] | None = None  # Trainer's, on a batch
         self._current: tuple[Tensor, float | None] | None = None  # loss, what it is a sum over
@@ -101,15 +101,18 @@ class TrainerWindow(OwnLoop):
             batches: What Trainer fetched for one optimizer step.
 
         Raises:
-            ConfigError: If the batches are not those of one window, if `training_step` was never
-                called for the previous window, or if the optimizer's step needs a closure.
+            ConfigError: If the batches are not those of one window, if Trainer made an update
+                without a micro-batch of the previous window, or if the optimizer's step needs a
+                closure.
         """
         if len({(batch.request.epoch, batch.request.index) for batch in batches}) != 1:
             raise ConfigError(
                 "get_batch_samples must return the micro-batches of one window unchanged from the "
                 "data loader."
             )
-        if self.num_begun == 0:
+        num_updates = self.trainer.state.global_step
+        # Trainer made none if a callback broke the window off.
+        if self.num_begun < len(self._batches) and num_updates > self._num_updates:
             raise ConfigError(
                 "an overridden training_step must call super().training_step once for each "
                 "micro-batch."
@@ -120,6 +123,7 @@ class TrainerWindow(OwnLoop):
         for batch in batches:
             batch.note_versions()
         self.num_begun = 0
+        self._num_updates = num_updates
 
     def is_last(self, inputs: dict[str, Any]) -> bool:
         """Whether the micro-batch that Trainer passes to `training_step` is the window's last one.
@@ -384,9 +388,7 @@ class ExactTrainerMixin:
         window_size.check_checkpoint(kwargs.get("resume_from_checkpoint"), self.args)
         self.pop_callback(WindowSize)  # of an earlier call of train
         self.add_callback(window_size)
-        # Trainer's own no_sync would end what the engine sets in the first micro-batch of a window.
-        own_sync = override(self.accelerator, no_sync=lambda model: nullcontext())
-        with every_prepare_exact(self.accelerator), own_sync:
+        with every_prepare_exact(self.accelerator):
             return super().train(*args, **kwargs)
 
     @property
