@@ -197,20 +197,6 @@ class TrainerWindow(OwnLoop):
         else:
             self.engine.count_experts(self._slots, request, self._forward)
 
-    def _run(self, window: Window) -> None:
-        """Run a window; what its earlier tries have counted for the log does not count."""
-        self._restore_counters()
-        super()._run(window)
-
-    def _rehearse(self, window: Window) -> None:
-        """Run the rehearsal of a window, which does not count in the log."""
-        super()._rehearse(window)
-        self._restore_counters()
-
-    def _restore_counters(self) -> None:
-        """Set the counters that TRL's trainers log to those before the window."""
-        vars(self.trainer).update(deepcopy(self._counters))
-
     def _forward(self, slot: Slot) -> None:
         """Run Trainer's training step on a micro-batch, without its backward."""
         with self._own_loss(backward=lambda loss, **kwargs: None):
@@ -218,6 +204,8 @@ class TrainerWindow(OwnLoop):
 
     def _run_slot(self, slot: Slot, window: Window, index: int = -1) -> None:
         """Run Trainer's training step on a micro-batch, with keyed draws and our backward."""
+        if index == 0:  # rehearsals, first passes and earlier tries do not count in the log
+            vars(self.trainer).update(deepcopy(self._counters))
         with self.engine.micro_batch(slot, self._mask_request(window)):
             batch = dict(self.engine.place(slot))
             with self._own_loss(partial(self._backward, index), index):
