@@ -2,7 +2,8 @@
 the loop that calls it.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,52 +18,33 @@ from hf_ga.parallel.backend import Backend, LocalBackend, check_supported
 from hf_ga.parallel.fsdp import backend_for
 
 
-class CallerBackend(LocalBackend):
-    """The backend of `hf_ga.backward` in a loop without an accelerator. It uses the ranks of
-    torch's default process group (or this process alone) and the caller's autocast dtype.
+def caller_backend(device: torch.device) -> LocalBackend:
+    """Return the backend of `hf_ga.backward` in a loop without an accelerator. It uses the ranks of
+    torch's default process group (or this process alone), and the dtype of the autocast that is on
+    around the call.
 
     Args:
         device: The model's device.
 
-    Attributes:
-        autocast_dtype: The dtype of the autocast that is on around the call. None: autocast is off.
-
     Raises:
         ConfigError: If the caller's autocast is fp16.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        """Read the ranks of torch's process group and the dtype of the autocast that is on around
-        the call of `hf_ga.backward`.
-        """
-        super().__init__(device)
-        if dist.is_initialized():
-            self.num_processes = dist.get_world_size()
-            self.process_index = dist.get_rank()
-        self.autocast_dtype: torch.dtype | None = None
-        if torch.is_autocast_enabled(device.type):
-            self.autocast_dtype = torch.get_autocast_dtype(device.type)
-        if self.autocast_dtype == torch.float16:
+    settings: dict[str, Any] = {}
+    if dist.is_initialized():
+        settings |= {"num_processes": dist.get_world_size(), "process_index": dist.get_rank()}
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        if dtype == torch.float16:
             raise ConfigError(
                 "fp16 autocast is on, and fp16 needs a loss scale: pass accelerator="
                 "Accelerator(mixed_precision='fp16') that prepared model and optimizer, or use "
                 "bf16."
             )
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether forwards run in mixed precision."""
-        return self.autocast_dtype is not None
-
-    def autocast(self) -> AbstractContextManager[None]:
-        """Return a context manager in which forwards and losses are computed in the autocast dtype
-        of the caller of `hf_ga.backward`. It does nothing if the caller uses no autocast.
-        """
-        if self.autocast_dtype is None:
-            return nullcontext()
         # Within the caller's context, torch would still use its cache of cast weights after the
         # optimizer's step has changed them.
-        return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
+        autocast = partial(torch.autocast, device.type, dtype, cache_enabled=False)
+        settings |= {"mixed_precision": "bf16", "autocast": autocast}
+    return LocalBackend(device, **settings)
 
 
 def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
@@ -87,7 +69,7 @@ def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
             "which knows the loss scale."
         )
     else:
-        backend = CallerBackend(device)
+        backend = caller_backend(device)
     _check_wrapper(model, backend)
     return backend
 

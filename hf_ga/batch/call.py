@@ -12,13 +12,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hf_ga.batch.backend import make_backend
-from hf_ga.batch.collated import CollatedBatch, TokenEntries, groups_in_both
+from hf_ga.batch.collated import Axes, CollatedBatch, told_apart
 from hf_ga.batch.ranks import (
     Agreement,
     agree_on_global_batch,
     gather_batches,
 )
-from hf_ga.engine.own_loop import KeptLoop
 from hf_ga.engine.whole.whole_window import WholeBatchLoss
 from hf_ga.errors import ConfigError
 from hf_ga.loading.fetch import WindowRequest
@@ -26,7 +25,7 @@ from hf_ga.loading.window import LoaderState, Window
 from hf_ga.model.forward import LossFunction, module_modes, unwrapped
 from hf_ga.order.plan import plan_by_sizes
 from hf_ga.parallel.backend import Backend
-from hf_ga.training import check_one_loss
+from hf_ga.training import LossSettings, check_one_loss, loop_of
 
 # A sample's dropout masks are keyed by one int64: step * MAX_SAMPLES + index in the global batch.
 MAX_SAMPLES = 2**32
@@ -74,16 +73,14 @@ class CallMemory:
         max_elements: Maximum number of padded elements in one micro-batch. None: memory never ran
             out.
         states: `Agreement.kind` -> what batches with the same entries share, such as padding.
-        token_entries: Structure of a batch (`CollatedBatch.structure`) -> the groups of its entries
-            that had the same padded length in all earlier batches.
-        kept_loop: Computes the batches.
+        axes: Structure of a batch (`CollatedBatch.structure`) -> the token axes of its entries: of
+            those that had the same padded length in all earlier batches.
     """
 
     step: int = 0
     max_elements: int | None = None
     states: dict[Any, LoaderState] = field(default_factory=dict)
-    token_entries: dict[tuple[str, ...], tuple[TokenEntries, ...]] = field(default_factory=dict)
-    kept_loop: KeptLoop = field(default_factory=KeptLoop)
+    axes: dict[tuple[str, ...], Axes] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple:
         """Pickle and copy what `hf_ga.backward` keeps for a model as an empty memory: it refers to
@@ -179,14 +176,8 @@ def backward(
             micro_batch_size=micro_batch_size,
             step=step,
         )
-        loop = memory.kept_loop.get(
-            model,
-            backend,
-            loss_fn,
-            whole_batch,
-            allow_split_dependent_randomness=allow_split_dependent_randomness,
-        )
-        result = loop.add_gradients(window)
+        settings = LossSettings(loss_fn, whole_batch, allow_split_dependent_randomness)
+        result = loop_of(model, backend, settings).add_gradients(window)
     memory.max_elements = state.max_elements
     memory.step = step + 1
     return result.loss_tensor
@@ -228,13 +219,14 @@ def _collate_and_agree(
     step: int,
 ) -> tuple[CollatedBatch, Agreement]:
     """Read this rank's batch, and exchange with the other ranks what all must know about the global
-    batch. Stores its token entries (which may lose padding) in `memory`.
+    batch. Stores its token axes in `memory`.
     """
     with backend.failing_on_all_ranks():
         collated = CollatedBatch(batch)
-    if collated.structure in memory.token_entries:
-        earlier_groups = memory.token_entries[collated.structure]
-        collated.set_token_entries(groups_in_both(collated.token_entries, earlier_groups))
+    structure = collated.structure
+    if collated.num_samples:
+        earlier = memory.axes.get(structure, collated.axes)
+        collated.set_axes(told_apart([collated.padded_lengths, earlier]))
     agreement = agree_on_global_batch(
         backend,
         collated,
@@ -245,7 +237,7 @@ def _collate_and_agree(
     if not model.training:
         raise ConfigError("the model is in evaluation mode: call model.train() before the loop.")
     if collated.num_samples:
-        memory.token_entries[collated.structure] = collated.token_entries
+        memory.axes[structure] = collated.axes
     return collated, agreement
 
 

@@ -1,8 +1,6 @@
 """A collated batch, as a DataLoader returns it, that can be split into its samples again."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,124 +18,41 @@ from hf_ga.loading.batches import (
 )
 from hf_ga.loading.entries import concatenated
 from hf_ga.loading.fetch import Fetcher, WindowRequest
-from hf_ga.model.forward import Batch
 
 LABELS = "labels"
 
 
-@dataclass(frozen=True)
-class TokenEntries:
-    """A group of entries of a collated batch that have the same padded length, such as `input_ids`,
-    `attention_mask` and `labels`: tensors of shape (samples, padded length, ...).
-
-    Attributes:
-        names: Names of the entries.
-        marker_names: Those among `names` whose values show which positions hold real tokens: an
-            attention mask (1 at tokens), or labels (not -100 at tokens).
-    """
-
-    names: tuple[str, ...]
-    marker_names: tuple[str, ...]
-
-    def padded_length(self, batch: Batch) -> int:
-        """Return the padded length that this group's entries have in a collated batch: their size
-        in dim 1.
-        """
-        return batch[self.names[0]].shape[1]
-
-    def lengths(self, batch: Batch) -> np.ndarray:
-        """Return the length of each sample of a collated batch without the padding on its right, at
-        least 1. Padding on its left counts as part of the sample.
-
-        Args:
-            batch: The collated batch, on the CPU.
-
-        Returns:
-            int64, shape (samples,).
-        """
-        markers = [
-            batch[name] != (IGNORED_LABEL if name == LABELS else 0) for name in self.marker_names
-        ]
-        is_token = torch.stack(markers).any(0)
-        positions_from_1 = torch.arange(1, is_token.shape[1] + 1)
-        last_token = (is_token * positions_from_1).amax(1)
-        return last_token.clamp(min=1).numpy()
+# Name of an entry with a token dim -> a name of its token axis: that of its first entry.
+Axes = Mapping[str, Hashable]
 
 
-def find_token_entries(batch: Batch, names: Collection[str]) -> tuple[TokenEntries, ...]:
-    """Find the entries of a collated batch from which padding may be removed when it is split into
-    micro-batches, and group them by their padded length.
-
-    A group is returned only if it contains a mask or labels that mark its real tokens. A position
-    that is not marked may still be a real token (one that is no target): the trial tests whether
-    removing it changes the loss.
-
-    Args:
-        batch: The collated batch, on the CPU.
-        names: Names of the entries with one row for each sample.
-
-    Returns:
-        The groups, sorted by the names of their entries.
-
-    >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    >>> batch = {"input_ids": mask * 5, "attention_mask": mask}
-    >>> find_token_entries(batch, batch)[0].lengths(batch)
-    array([2, 1])
-    """
-    names_by_length: dict[int, list[str]] = {}
-    for name in sorted(names):
-        value = batch[name]
-        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1]:
-            names_by_length.setdefault(value.shape[1], []).append(name)
-    groups = []
-    for group_names in names_by_length.values():
-        marker_names = tuple(name for name in group_names if _is_marker(name, batch[name]))
-        groups.append(TokenEntries(tuple(group_names), marker_names))
-    return _keep_marked_and_sort(groups)
-
-
-def groups_in_both(
-    groups: Sequence[TokenEntries], other_groups: Sequence[TokenEntries]
-) -> tuple[TokenEntries, ...]:
-    """Return the groups of entries that have the same padded length in both of two collated batches
-    of `hf_ga.backward` (of two calls, or of two ranks).
+def told_apart(axes: Sequence[Axes]) -> dict[str, str]:
+    """Return the token axes of entries that have one axis in all of several batches.
 
     Entries of different token sequences (`attention_mask` of the encoder, `labels` of the decoder)
-    may have the same padded length in one batch by chance; the other batch separates them. Groups
-    without a marker of real tokens are omitted.
+    may have the same padded length in one batch by chance; another batch tells them apart.
 
     Args:
-        groups: The groups of one batch, from `find_token_entries`.
-        other_groups: The groups of the other batch.
+        axes: For each batch, of this or another call or rank, the axes of the same entries; or
+            their padded lengths.
 
-    >>> mask, labels = "attention_mask", "labels"
-    >>> by_chance = [TokenEntries((mask, labels), (mask, labels))]
-    >>> separate = [TokenEntries((mask,), (mask,)), TokenEntries((labels,), (labels,))]
-    >>> groups_in_both(by_chance, separate) == tuple(separate)
-    True
+    >>> by_chance = {"attention_mask": 9, "input_ids": 9, "labels": 9}
+    >>> told_apart([by_chance, {"attention_mask": 8, "input_ids": 8, "labels": 5}])
+    {'attention_mask': 'attention_mask', 'input_ids': 'attention_mask', 'labels': 'labels'}
     """
-    common_groups = []
-    for group, other in product(groups, other_groups):
-        names = tuple(name for name in group.names if name in other.names)
-        marker_names = tuple(
-            name for name in names if name in group.marker_names and name in other.marker_names
-        )
-        common_groups.append(TokenEntries(names, marker_names))
-    return _keep_marked_and_sort(common_groups)
-
-
-def _keep_marked_and_sort(groups: Sequence[TokenEntries]) -> tuple[TokenEntries, ...]:
-    """Remove the groups of a collated batch's entries in which no mask or labels show the real
-    tokens, and sort the others by their names, so that all ranks have them in the same order.
-    """
-    marked_groups = [group for group in groups if group.marker_names]
-    return tuple(sorted(marked_groups, key=lambda group: group.names))
+    first_names: dict[Hashable, str] = {}
+    return {
+        name: first_names.setdefault(tuple(of_batch[name] for of_batch in axes), name)
+        for name in axes[0]
+    }
 
 
 def _is_marker(name: str, value: Tensor) -> bool:
     """Whether an entry shows which positions hold real tokens: a mask of zeros and ones with "mask"
     in its name, or integer labels of shape (samples, tokens).
     """
+    if not value.shape[1]:
+        return False
     if "mask" in name:
         return is_padding_mask(value)
     is_integer = not value.is_floating_point() and value.dtype != torch.bool
@@ -148,6 +63,10 @@ class CollatedBatch(Fetcher):
     """A batch as a DataLoader returns it, copied to the CPU, with the length of each sample. It is
     the fetcher of a call of `hf_ga.backward`: takes micro-batches out of itself.
 
+    Padding may be removed from entries with a token axis: tensors of shape (samples, padded length,
+    ...) among which a mask or labels mark the real tokens. A position that is not marked may still
+    be a real token (one that is no target): a rehearsal tests whether removing it changes the loss.
+
     Args:
         batch: The model's arguments by name. Tensors, arrays and lists must have one row for each
             sample; all other values are shared by all samples.
@@ -157,19 +76,15 @@ class CollatedBatch(Fetcher):
         first_offset: Index of its first sample in the global batch.
         num_samples: Number of samples; 0 is possible.
         per_sample_names: Names of the entries with one row for each sample.
-        token_entries: Groups of entries from which padding may be removed.
-        lengths: Length of each sample without its padding, summed over the groups of token entries;
-            ones if there are none. int64, shape (samples,).
-        is_padded: Whether some sample has padding that may be removed.
+        padded_lengths: Size of dim 1 of each tensor that has one.
+        axes: The token axis of each of them: entries of one padded length, as far as is known.
 
     Raises:
         DataError: If the batch cannot be split into samples.
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
-        """Copy the batch of `hf_ga.backward` to the CPU, check it, and find its token entries
-        (those from which padding may be removed) and the lengths of its samples.
-        """
+        """Copy the batch of `hf_ga.backward` to the CPU, and check it."""
         _check_is_flat_dict(batch)
         super().__init__((), dict)  # no dataset, as the samples are collated already
         self.first_offset = 0
@@ -177,31 +92,50 @@ class CollatedBatch(Fetcher):
         self.batch: dict[str, Any] = send_to_device(dict(batch), "cpu")
         self.per_sample_names = {name for name, value in self.batch.items() if shape_of(value)}
         self.num_samples = _count_samples(self.batch, self.per_sample_names)
-        token_entries: tuple[TokenEntries, ...] = ()
-        if self.num_samples:
-            token_entries = find_token_entries(self.batch, self.per_sample_names)
-        self.set_token_entries(token_entries)
+        self.padded_lengths: dict[str, int] = {}
+        for name in sorted(self.per_sample_names) if self.num_samples else ():
+            value = self.batch[name]
+            if isinstance(value, Tensor) and value.dim() > 1:
+                self.padded_lengths[name] = value.shape[1]
+        self.set_axes(self.padded_lengths)
 
-    def set_token_entries(self, token_entries: Sequence[TokenEntries]) -> None:
-        """Set the groups of entries of the collated batch from which padding may be removed, and
-        compute the samples' lengths and `is_padded` again.
-        """
-        self.token_entries = tuple(token_entries)
-        # For each group, the length of each sample without padding.
-        self._lengths_of = {group: group.lengths(self.batch) for group in self.token_entries}
-        total = sum(self._lengths_of.values(), np.zeros(self.num_samples, np.int64))
-        self.lengths = total.clip(1)
-        self.is_padded = any(
-            lengths.min() < group.padded_length(self.batch)
-            for group, lengths in self._lengths_of.items()
-        )
+    def set_axes(self, axes: Axes) -> None:
+        """Set the token axis of each entry that has one, and find the lengths of samples again."""
+        self.axes = axes
+        self._lengths_by_axis = {}
+        for axis in dict.fromkeys(axes.values()):
+            names = tuple(name for name in axes if axes[name] == axis)
+            markers = [
+                self.batch[name] != (IGNORED_LABEL if name == LABELS else 0)
+                for name in names
+                if _is_marker(name, self.batch[name])
+            ]
+            if markers:
+                is_token = torch.stack(markers).any(0)
+                positions_from_1 = torch.arange(1, is_token.shape[1] + 1)
+                last_token = (is_token * positions_from_1).amax(1)
+                self._lengths_by_axis[names] = last_token.clamp(min=1).numpy()
 
     @property
-    def padded_lengths(self) -> tuple[int, ...]:
-        """Padded length of each group of the collated batch's token entries (those from which
-        padding may be removed): the size of their tensors in dim 1.
+    def marked_names(self) -> set[str]:
+        """Names of the entries from which padding may be removed."""
+        return {name for names in self._lengths_by_axis for name in names}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of each sample without the padding on its right, summed over the token axes; ones
+        if there are none. int64, shape (samples,).
         """
-        return tuple(group.padded_length(self.batch) for group in self.token_entries)
+        total = sum(self._lengths_by_axis.values(), np.zeros(self.num_samples, np.int64))
+        return total.clip(1)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some sample has padding that may be removed."""
+        return any(
+            lengths.min() < self.padded_lengths[names[0]]
+            for names, lengths in self._lengths_by_axis.items()
+        )
 
     @property
     def structure(self) -> tuple[str, ...]:
@@ -217,9 +151,9 @@ class CollatedBatch(Fetcher):
         asks for one padded length for the whole batch (`pad_to_window`).
         """
         trim_padding = not request.pad_to_window
+        lengths = self._lengths_by_axis if trim_padding else {}
         return [
-            self._take(offsets - self.first_offset, trim_padding=trim_padding)
-            for offsets in request.micro_batches
+            self._take(offsets - self.first_offset, lengths) for offsets in request.micro_batches
         ]
 
     def offsets(self, request: WindowRequest) -> np.ndarray:
@@ -228,38 +162,30 @@ class CollatedBatch(Fetcher):
         """
         return self.first_offset + np.arange(self.num_samples)
 
-    def _take(self, indices: np.ndarray, *, trim_padding: bool) -> dict[str, Any]:
-        """Return the samples with these indices as a smaller collated batch, truncated to the
-        longest of them or as wide as this one.
+    def _take(
+        self, indices: np.ndarray, lengths: Mapping[tuple[str, ...], np.ndarray]
+    ) -> dict[str, Any]:
+        """Return the samples with these indices as a smaller collated batch, in which entries with
+        lengths are truncated to the longest of them.
         """
         taken = dict(self.batch)
-        if trim_padding:
-            for group, lengths in self._lengths_of.items():
-                longest = int(lengths[indices].max())
-                for name in group.names:
-                    taken[name] = taken[name][:, :longest]
+        for names, of_samples in lengths.items():
+            longest = int(of_samples[indices].max())
+            for name in names:
+                taken[name] = taken[name][:, :longest]
         return take_rows(taken, indices, self.per_sample_names)
 
 
-def concatenate_batches(
-    batches: Sequence[Mapping[str, Any]],
-    per_sample_names: Collection[str],
-    padded_names: Collection[str],
-) -> dict[str, Any]:
+def concatenate_batches(batches: Sequence[CollatedBatch]) -> dict[str, Any]:
     """Concatenate the collated batches that ranks pass to `hf_ga.backward` along their samples,
-    padding entries with a token dim on the right to the longest batch.
-
-    Args:
-        batches: The entries of each batch.
-        per_sample_names: Names of the entries with one row for each sample. All other entries are
-            taken from the first batch.
-        padded_names: Names of the entries that may have different padded lengths. Labels are padded
-            with -100, others with 0.
+    padding entries with a token axis on the right to the longest batch: labels with -100, others
+    with 0. Entries without rows of samples are taken from the first batch.
     """
-    result = dict(batches[0])
-    for name in per_sample_names:
-        values = [batch[name] for batch in batches]
-        if name in padded_names:
+    first = batches[0]
+    result = dict(first.batch)
+    for name in first.per_sample_names:
+        values = [batch.batch[name] for batch in batches]
+        if name in first.marked_names:
             filler = IGNORED_LABEL if name == LABELS else 0
             longest = max(value.shape[1] for value in values)
             values = [_pad(value, longest, filler) for value in values]

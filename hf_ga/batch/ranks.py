@@ -4,14 +4,8 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
-from hf_ga.batch.collated import (
-    CollatedBatch,
-    TokenEntries,
-    concatenate_batches,
-    groups_in_both,
-)
+from hf_ga.batch.collated import Axes, CollatedBatch, concatenate_batches, told_apart
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.parallel.backend import Backend
 
@@ -20,16 +14,16 @@ MASK63 = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
-class BatchSummary:
-    """What a rank sends to the others about its batch.
+class Share:
+    """What a rank tells the others about its part of the global batch.
 
     Attributes:
         num_samples: Number of samples.
         seed: The rank's seed of the dropout masks.
         step: Number of the call.
         setup: What must be the same on all ranks.
-        token_entries: The groups of entries from which padding may be removed.
-        padded_lengths: Their padded lengths.
+        axes: The token axes of its entries.
+        padded_lengths: Padded length of each entry from which padding may be removed.
         is_padded: Whether some sample has padding.
     """
 
@@ -37,8 +31,8 @@ class BatchSummary:
     seed: int
     step: int
     setup: Hashable
-    token_entries: tuple[TokenEntries, ...]
-    padded_lengths: tuple[int, ...]
+    axes: Axes
+    padded_lengths: dict[str, int]
     is_padded: bool
 
 
@@ -75,8 +69,8 @@ def agree_on_global_batch(
     backend: Backend, batch: CollatedBatch, *, seed: int, step: int, setup: Hashable
 ) -> Agreement:
     """Exchange what the ranks that call `hf_ga.backward` must know about each other's batches, and
-    check that the batches are parts of one global batch. Sets the token entries of `batch` (those
-    from which padding may be removed) to the ones that all ranks have in common. A collective.
+    check that the batches are parts of one global batch. Sets the token axes of `batch` to those
+    that the batches of all ranks tell apart. A collective.
 
     Args:
         backend: How ranks communicate.
@@ -89,32 +83,32 @@ def agree_on_global_batch(
         ConfigError: If the ranks' steps, kinds of batches, or `setup` differ.
         DataError: If no rank has any sample.
     """
-    summary = BatchSummary(
+    share = Share(
         num_samples=batch.num_samples,
         seed=seed & MASK63,
         step=step,
         setup=(setup, batch.structure),
-        token_entries=batch.token_entries,
-        padded_lengths=batch.padded_lengths,
+        axes=batch.axes,
+        padded_lengths={name: batch.padded_lengths[name] for name in sorted(batch.marked_names)},
         is_padded=batch.is_padded,
     )
-    summaries = backend.gather_objects(summary)
-    _check_same_step([one.step for one in summaries])
-    nonempty = {rank: one for rank, one in enumerate(summaries) if one.num_samples}
+    shares = backend.gather_objects(share)
+    _check_same_step([one.step for one in shares])
+    nonempty = {rank: one for rank, one in enumerate(shares) if one.num_samples}
     if not nonempty:
         raise DataError("the batch has no samples on any rank: skip it.")
     _check_same_setup({rank: one.setup for rank, one in nonempty.items()})
-    token_entries = reduce(groups_in_both, [one.token_entries for one in nonempty.values()])
-    if batch.num_samples and token_entries != batch.token_entries:
-        batch.set_token_entries(token_entries)
-    is_padded = any(one.is_padded for one in summaries)
-    has_one_padded_length = len({one.padded_lengths for one in nonempty.values()}) == 1
-    first, *_ = nonempty.values()
+    axes = told_apart([one.axes for one in nonempty.values()])
+    if batch.num_samples:
+        batch.set_axes(axes)
+    is_padded = any(one.is_padded for one in shares)
+    first, *others = nonempty.values()
+    has_one_padded_length = all(one.padded_lengths == first.padded_lengths for one in others)
     return Agreement(
-        num_samples_by_rank=tuple(one.num_samples for one in summaries),
-        seed=summaries[0].seed,
+        num_samples_by_rank=tuple(one.num_samples for one in shares),
+        seed=shares[0].seed,
         can_pad=has_one_padded_length or not is_padded,
-        kind=(first.setup, token_entries, is_padded),
+        kind=(first.setup, tuple(axes.items()), is_padded),
     )
 
 
@@ -122,20 +116,14 @@ def gather_batches(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
     """Gather the global batch of `hf_ga.backward` on every rank: the samples of all ranks, in the
     order of the ranks.
     """
-    gathered = backend.gather_objects((batch.num_samples, batch.batch, batch.token_entries))
-    # A rank without samples may have no token entries.
-    nonempty = [
-        (entries, token_entries) for num_samples, entries, token_entries in gathered if num_samples
-    ]
-    _, token_entries = nonempty[0]
-    global_batch = CollatedBatch(
-        concatenate_batches(
-            batches=[entries for entries, _ in nonempty],
-            per_sample_names=batch.per_sample_names,
-            padded_names=[name for group in token_entries for name in group.names],
-        )
-    )
-    global_batch.set_token_entries(token_entries)
+    gathered = backend.gather_objects((batch.num_samples, batch.batch, batch.axes))
+    nonempty = [(entries, axes) for num_samples, entries, axes in gathered if num_samples]
+    _, axes = nonempty[0]
+    batches = [CollatedBatch(entries) for entries, _ in nonempty]
+    for one in batches:
+        one.set_axes(axes)
+    global_batch = CollatedBatch(concatenate_batches(batches))
+    global_batch.set_axes(axes)
     return global_batch
 
 

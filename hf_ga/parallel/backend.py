@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -363,24 +364,21 @@ class LocalBackend(Backend):
 
     Args:
         device: The model's device.
+        settings: What is otherwise than so, as attributes of an accelerator.
     """
 
-    has_loss_scale = False
-    is_mixed = False
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, **settings: Any) -> None:
         """Set up a backend of a single process on a device."""
-        self.device = device
-        self.num_processes = 1
-        self.process_index = 0
-
-    def autocast(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: the precision is that of the caller."""
-        return nullcontext()
-
-    def scaled(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself: there is no loss scale."""
-        return tensor
+        stand_in = SimpleNamespace(
+            device=device,
+            num_processes=1,
+            process_index=0,
+            mixed_precision="no",
+            scaler=None,
+            autocast=nullcontext,
+        )
+        vars(stand_in).update(settings)
+        super().__init__(stand_in)
 
 
 class ChunkBackend(Backend):

@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
@@ -18,7 +17,8 @@ from transformers.training_args import OptimizerNames
 
 from hf_ga.errors import ConfigError
 from hf_ga.model.precision import check_precision, check_step
-from hf_ga.parallel.backend import SUPPORTED
+from hf_ga.parallel.backend import check_supported
+from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.trainer.pairs import has_pairs
 
 # Methods of Trainer that only the mixin may override: another override would use its own order or
@@ -155,12 +155,13 @@ def _problems_of_processes(trainer: Any) -> Iterator[str]:
     """Yield a message for each way of using processes and devices that `ExactTrainer` does not
     support.
     """
-    num_processes = trainer.accelerator.num_processes
-    backend = trainer.accelerator.distributed_type
-    is_fsdp = backend == DistributedType.FSDP
-    if backend not in SUPPORTED:
-        yield f"Accelerate runs {num_processes} processes under {backend.value}: use DDP or FSDP2"
-    if is_fsdp and not trainer.accelerator.is_fsdp2:
+    accelerator = trainer.accelerator
+    try:
+        check_supported(accelerator)
+    except ConfigError as error:
+        yield str(error).removesuffix(".")
+    is_fsdp = is_sharded(accelerator)
+    if is_fsdp and not accelerator.is_fsdp2:
         yield "FSDP1 gathers parameters for one backward only: set fsdp_version to 2"
     if is_fsdp and trainer.label_smoother and _is_causal_lm(trainer.model):
         yield (
@@ -170,14 +171,9 @@ def _problems_of_processes(trainer: Any) -> Iterator[str]:
     wants_fsdp = trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if wants_fsdp and not is_fsdp:
         yield (
-            f"FSDP was requested, but training runs {num_processes} process under "
-            f"{backend.value}, without shards: start several processes, or omit it"
-        )
-    num_launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_launched > 1 and num_launched != num_processes:
-        yield (
-            f"{num_launched} processes were launched, but each would train alone: without a GPU "
-            "set use_cpu=True"
+            f"FSDP was requested, but training runs {accelerator.num_processes} process under "
+            f"{accelerator.distributed_type.value}, without shards: start several processes, or "
+            "omit it"
         )
     if trainer.args.n_gpu > 1:
         yield (

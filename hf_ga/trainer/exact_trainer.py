@@ -8,28 +8,28 @@ overridden:
     train                  checks that training can be made exact
     get_train_dataloader   batches come from hf_ga's windows
     get_batch_samples      fetches a window
-    training_step          keyed draws; what compute_loss returns is read, and its gradient is
-                           divided at the window's end
+    training_step          computes a window when its last micro-batch comes: keyed draws; what
+                           compute_loss returns is read, and its gradient is divided at the end
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
-from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
-from hf_ga.engine.sums.loss_sums import LossSums
+from hf_ga.engine.look.choice import is_rehearsed
+from hf_ga.engine.own_loop import OwnLoop
+from hf_ga.engine.slots import Slot
 from hf_ga.engine.whole.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError, DataError
@@ -37,6 +37,7 @@ from hf_ga.loading.fetch import WindowRequest
 from hf_ga.loading.lengths import find_lengths
 from hf_ga.loading.window import Window
 from hf_ga.loading.window_loader import WindowLoader
+from hf_ga.logs import get_logger
 from hf_ga.model.forward import LossFunction, argument_filter, call_loss_fn
 from hf_ga.model.override import override
 from hf_ga.model.precision import check_step
@@ -56,48 +57,42 @@ logger = get_logger(__name__)
 LOGGED_COUNTERS = ("_metrics", "_total_train_tokens")
 
 
-class TrainerWindow:
-    """Drives the engine in the order in which Trainer's loop makes its calls: it fetches all
-    batches of a window first, then trains on each of them.
+class TrainerWindow(OwnLoop):
+    """Computes the windows of a trainer as `train_step` does, with Trainer's own training step in
+    place of forward and loss: all of a window in Trainer's call for its last micro-batch.
 
     Args:
         trainer: The trainer.
         windows: The loader of the windows of its training dataset.
 
     Attributes:
-        engine: Computes the windows.
-        slots: The micro-batches of the current window.
-        num_begun: How many of them `training_step` was called for; None before the first window.
-        is_complete: Whether the gradient of the current window is complete.
+        num_begun: For how many micro-batches of the current window `training_step` was called.
     """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
         """Start before the first window of an `ExactTrainer`."""
+        engine = WindowEngine(
+            partial(backend_for, trainer.accelerator), allow_split_dependent_randomness=False
+        )
+        engine.trusts_num_targets = True  # those of loss_sums are checked, see LossSums
+        super().__init__(engine, trainer.model, trainer.loss_sums)
         self.trainer = trainer
         self.fetcher = windows.fetcher
         self.loader_state = windows.state  # what windows of the loader share, such as padding
         if trainer.args.neftune_noise_alpha:
             self.loader_state.pad_to_window = True  # its noise is scaled by the padded width
-        self.engine = WindowEngine(
-            partial(backend_for, trainer.accelerator), allow_split_dependent_randomness=False
-        )
-        self.engine.trusts_num_targets = True  # those of loss_sums are checked, see LossSums
-        self.slots: list[Slot] = []
-        self.num_begun: int | None = None
-        self.is_complete = False
+        self.num_begun = 0
         self._batches: list[WindowBatch] = []
-        self._window: Window | None = None
-        self._mask_request: WindowRequest | None = None
-        self._rehearsal: Slot | None = None
+        self._num_updates = 0  # before the current window
+        self._counters: dict[str, Any] = {}  # of the trainer, before the window
+        self._step: Callable[[dict[str, Any]], Any] | None = None  # Trainer's, on a batch
+        self._current: tuple[Tensor, float | None] | None = None  # loss, what it is a sum over
         self._has_pairs = has_pairs(trainer.data_collator)
-        self._loss_sums = None if trainer.loss_sums is None else LossSums(trainer.loss_sums)
         self._is_scale_checked = False  # whether `backward` has checked its first loss
-        self._window_loss: WindowLoss | None = None
-        self._whole_batch: WholeBatch | None = None
+        self._window_loss = WindowLoss(trainer)
         if trainer.whole_batch:
-            loss = WindowLoss(trainer)
-            self._window_loss = loss
-            self._whole_batch = WholeBatch(self.engine, loss.loss_of_window, loss)
+            loss = self._window_loss
+            self._whole_batch = WholeBatch(engine, loss.loss_of_window, loss)
 
     def begin(self, batches: list[WindowBatch]) -> None:
         """Take the next window of `ExactTrainer`.
@@ -106,80 +101,32 @@ class TrainerWindow:
             batches: What Trainer fetched for one optimizer step.
 
         Raises:
-            ConfigError: If the batches are not those of one window, if `training_step` was never
-                called for the previous window, or if the optimizer's step needs a closure.
-        """
-        self._check_batches(batches)
-        if self.trainer.optimizer is not None:  # Trainer makes it after its data loader
-            check_step(self.trainer.optimizer)
-        request = batches[0].request
-        # Trainer fetches the same number of batches on all ranks; those beyond this rank's
-        # micro-batches of the window do not count.
-        without_fillers = batches[: len(request.micro_batches)]
-        self._batches = batches
-        for batch in batches:
-            batch.note_versions()
-        self._window = Window(request, self.fetcher, without_fillers, self.loader_state)
-        # Random draws are keyed by `seed`, whereas the order may be keyed by `data_seed`.
-        self._mask_request = replace(request, seed=self.trainer.args.seed)
-        self.num_begun = 0
-        self.engine.speed_ups.is_resumed = self.trainer.state.global_step > 0
-
-    def _begin_window(self) -> None:
-        """Begin the window in the engine, or begin it again."""
-        trainer = self.trainer
-        if is_sharded(trainer.accelerator):
-            # Without a rehearsal it is not known whether the padded width matters.
-            self.loader_state.pad_to_window = True
-        if self._whole_batch is not None:
-            trainer.model.train()  # Trainer calls it in each training step only
-            self._window = self._whole_batch.planned(self._window, [trainer.model_wrapped])
-        elif self.loader_state.pad_to_window:
-            self._window = self._window.padded_to_window()
-        self._mask_request = replace(
-            self._mask_request, pad_to_window=self._window.request.pad_to_window
-        )
-        self.slots = plain_slots(self._window)
-        self._rehearsal = None
-        # A loss of a whole window compares samples on purpose.
-        is_single = len(self.slots) == 1 and trainer.accelerator.num_processes == 1
-        looks = self._whole_batch is None and not is_single and self.engine.can_rehearse()
-        if looks and self.engine.is_rehearsal_due(trainer.state.global_step):
-            self._rehearsal = extra_rehearsal(
-                self._window,
-                num_processes=trainer.accelerator.num_processes,
-                is_first=not self.engine.has_rehearsed,
-                positions=self.engine.looks.positions,
-            )
-        self.is_complete = False
-        optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
-        self.engine.begin_window(
-            [trainer.model_wrapped],
-            trainable_parameters([trainer.model_wrapped], optimizers),
-            num_slots=len(self.slots),
-            is_rehearsed=self._rehearsal is not None,
-            is_full_batch=is_single,
-            state=self.loader_state,
-            looks=looks,
-        )
-
-    def _check_batches(self, batches: list[WindowBatch]) -> None:
-        """Check that Trainer fetched the batches of one window, and that `training_step` was called
-        for the window before.
+            ConfigError: If the batches are not those of one window, if Trainer made an update
+                without a micro-batch of the previous window, or if the optimizer's step needs a
+                closure.
         """
         if len({(batch.request.epoch, batch.request.index) for batch in batches}) != 1:
             raise ConfigError(
                 "get_batch_samples must return the micro-batches of one window unchanged from the "
                 "data loader."
             )
-        if self.num_begun == 0:
+        num_updates = self.trainer.state.global_step
+        # Trainer made none if a callback broke the window off.
+        if self.num_begun < len(self._batches) and num_updates > self._num_updates:
             raise ConfigError(
                 "an overridden training_step must call super().training_step once for each "
                 "micro-batch."
             )
+        if self.trainer.optimizer is not None:  # Trainer makes it after its data loader
+            check_step(self.trainer.optimizer)
+        self._batches = batches
+        for batch in batches:
+            batch.note_versions()
+        self.num_begun = 0
+        self._num_updates = num_updates
 
-    def next_index(self, inputs: dict[str, Any]) -> int:
-        """Return the index of the micro-batch that Trainer passes to `training_step` (0-based).
+    def is_last(self, inputs: dict[str, Any]) -> bool:
+        """Whether the micro-batch that Trainer passes to `training_step` is the window's last one.
 
         Raises:
             ConfigError: If the window has no further micro-batch, or `inputs` is not this one as it
@@ -198,77 +145,81 @@ class TrainerWindow:
                 "compute_loss."
             )
         self.num_begun += 1
-        return index
+        return self.num_begun == len(self._batches)
 
-    def train(self, index: int, step: Callable[[dict[str, Any]], Any]) -> None:
-        """Train on a micro-batch, with the rehearsal before the first one, and complete the window
-        after the last one.
+    def train(self, step: Callable[[dict[str, Any]], Any]) -> Tensor:
+        """Compute the gradient of the window; return its mean loss.
 
         Args:
-            index: The index of the micro-batch in the window (0-based).
             step: Runs Trainer's own training step on a batch.
         """
         trainer = self.trainer
-        if index == 0:
-            self._run_before(step)
-        is_last = index == len(self.slots) - 1
-        self._run(self.slots[index], step, is_last)
-        if not is_last:
-            return
-        while not self.engine.finish(can_repeat=True):
-            logger.info(f"hf_ga: a window is computed again: {self.engine.gradient.must_repeat}.")
-            with preserving_counters(trainer):
-                self._run_before(step)
-                for slot in self.slots:
-                    self._run(slot, step, slot is self.slots[-1])
-        if self._whole_batch is not None:
-            self._whole_batch.add_direct_gradients()
-        self.engine.leave_window()
-        self.is_complete = True
-        if trainer.accelerator.scaler is not None and not self.engine.gradient.num_targets:
+        self._step = step
+        self._counters = {
+            name: deepcopy(vars(trainer)[name]) for name in LOGGED_COUNTERS if name in vars(trainer)
+        }
+        self.model = trainer.model_wrapped
+        self.engine.speed_ups.is_resumed = trainer.state.global_step > 0
+        trainer.model.train()  # for the first pass; Trainer calls it in each training step
+        if is_sharded(trainer.accelerator):
+            # Without a rehearsal it is not known whether the padded width matters.
+            self.loader_state.pad_to_window = True
+        request = self._batches[0].request
+        # Trainer fetches the same number of batches on all ranks; those beyond this rank's
+        # micro-batches of the window do not count.
+        without_fillers = self._batches[: len(request.micro_batches)]
+        window = Window(request, self.fetcher, without_fillers, self.loader_state)
+        result = self.add_gradients(window)
+        if trainer.accelerator.scaler is not None and result.skipped:
             raise DataError(
                 "a window has no targets, so it has no loss for fp16 to scale: remove such samples."
             )
+        return result.loss_tensor
 
-    def _run_before(self, step: Callable[[dict[str, Any]], Any]) -> None:
-        """Run what comes before the micro-batches of a window: a first pass, if the loss needs one,
-        and the rehearsal, which computes some samples in other company and adds nothing.
+    def _mask_request(self, window: Window) -> WindowRequest:
+        """Return what keys random draws: `seed`, whereas the order may be keyed by `data_seed`."""
+        return replace(window.request, seed=self.trainer.args.seed)
 
-        The window begins here, and not where it is fetched: callbacks may change the model between.
+    def _begin(self, window: Window, parameters: Sequence[nn.Parameter], *, is_due: bool) -> None:
+        """Begin a window, with the parameters that the optimizer has beside the model. Windows are
+        rehearsed by their number in the run, too.
         """
-        self._begin_window()
-        trainer = self.trainer
-        trainer.model.train()  # for the first pass; Trainer calls it in each training step
-        with preserving_counters(trainer):
-            if self._whole_batch is not None:
-                self._whole_batch.begin(self._window, self.slots, self._mask_request)
-                return
-            forward = partial(self._forward, step=step)
-            self.engine.count_experts(self.slots, self._mask_request, forward)
-            if self._rehearsal is not None:
-                self._run(self._rehearsal, step, is_last=False)
+        is_due |= is_rehearsed(self.trainer.state.global_step)
+        optimizers = [] if self.trainer.optimizer is None else [self.trainer.optimizer]
+        parameters = trainable_parameters([self.model], optimizers)
+        super()._begin(window, parameters, is_due=is_due)
 
-    def _forward(self, slot: Slot, step: Callable[[dict[str, Any]], Any]) -> None:
+    def _run_first_pass(self, window: Window) -> None:
+        """Run the forwards that losses of a whole window need before its training forwards."""
+        request = self._mask_request(window)
+        if self._whole_batch is not None:
+            self._whole_batch.begin(window, self._slots, request)
+        else:
+            self.engine.count_experts(self._slots, request, self._forward)
+
+    def _forward(self, slot: Slot) -> None:
         """Run Trainer's training step on a micro-batch, without its backward."""
         with self._own_loss(backward=lambda loss, **kwargs: None):
-            step(self.engine.backend.place(dict(slot.micro_batch.batch)))
+            self._step(self.engine.backend.place(dict(slot.micro_batch.batch)))
 
-    def _run(self, slot: Slot, step: Callable[[dict[str, Any]], Any], is_last: bool) -> None:
+    def _run_slot(self, slot: Slot, window: Window, index: int = -1) -> None:
         """Run Trainer's training step on a micro-batch, with keyed draws and our backward."""
-        backward = partial(self._backward, is_last=is_last)
-        with (
-            self.engine.micro_batch(slot, self._mask_request),
-            self._own_loss(backward),
-            self.engine.failing_together(),
-        ):
-            step(dict(self.engine.place(slot)))
+        if index == 0:  # rehearsals, first passes and earlier tries do not count in the log
+            vars(self.trainer).update(deepcopy(self._counters))
+        with self.engine.micro_batch(slot, self._mask_request(window)):
+            batch = dict(self.engine.place(slot))
+            with self._own_loss(partial(self._backward, index), index):
+                self._step(batch)
 
     @contextmanager
-    def _own_loss(self, backward: Callable[..., None]) -> Iterator[None]:
-        """Replace the trainer's loss and backward in the block."""
+    def _own_loss(self, backward: Callable[..., None], index: int = -1) -> Iterator[None]:
+        """Replace the trainer's loss and backward in the block, for the window's n-th
+        micro-batch.
+        """
         trainer = self.trainer
+        compute_loss = partial(self._compute_loss, trainer.compute_loss, index)
         with (
-            override(trainer, compute_loss=partial(self._compute_loss, trainer.compute_loss)),
+            override(trainer, compute_loss=compute_loss),
             override(trainer.accelerator, backward=backward),
         ):
             yield
@@ -276,6 +227,7 @@ class TrainerWindow:
     def _compute_loss(
         self,
         original: Callable[..., Any],
+        index: int,
         model: nn.Module,
         inputs: dict[str, Any],
         num_items_in_batch: None = None,
@@ -283,67 +235,49 @@ class TrainerWindow:
         """Compute the trainer's loss of a micro-batch alone; replaces its `compute_loss` during a
         training step. `compute_loss_func` gets the number of items of this micro-batch.
         """
+        if self._whole_batch is None and self._loss_sums is None:
+            num_items = num_items_in(self.trainer, inputs)
+            if self._has_pairs:
+                inputs = chosen_first(inputs)
+                model = partial(forward_of_pairs, model)
+            loss = original(model, inputs, num_items_in_batch=num_items)
+            self._current = (loss, None)
+            return loss
         if self._whole_batch is not None:
             outputs = self._window_loss.outputs_of(model, inputs)
-            index = next(i for i, slot in enumerate(self.slots) if slot is self.engine.slot)
-            self._loss, self._num_targets = self._whole_batch.part(index, outputs)
-            return self._loss
-        num_items = num_items_in(self.trainer, inputs)
-        if self._loss_sums is not None:
+        else:
             outputs = model(**argument_filter(model)(inputs))
-            self._loss, self._num_targets = self._sums_of(outputs, inputs)
-            return self._loss
-        self._num_targets = None
-        if self._has_pairs:
-            inputs = chosen_first(inputs)
-            model = partial(forward_of_pairs, model)
-        self._loss = original(model, inputs, num_items_in_batch=num_items)
-        return self._loss
-
-    def _sums_of(self, outputs: Any, inputs: dict[str, Any]) -> tuple[Tensor, float]:
-        """Call the trainer's `loss_sums`, and explain a missing column."""
-        num_samples = len(self.engine.slot.micro_batch)
-        is_checked = self._rehearsal is not None
         try:
-            return self._loss_sums(outputs, inputs, num_samples, is_checked=is_checked)
+            self._current = self._loss(outputs, inputs, index)
         except KeyError as error:
             error.add_note(
                 "loss_sums gets what the collate function returns; Trainer removes columns that "
                 "the model does not take unless remove_unused_columns=False."
             )
             raise
+        return self._current[0]
 
-    def _backward(self, loss: Tensor, *, is_last: bool, **kwargs: Any) -> None:
+    def _backward(self, index: int, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's loss to the window; replaces `accelerator.backward`
         during a training step.
         """
-        self._check_scale(loss)
-        self.engine.add(loss, self._num_targets, is_last=is_last)
+        expected, num_targets = self._current
+        self._check_scale(loss, expected)
+        self.engine.add(loss, num_targets, is_last=index == len(self._slots) - 1)
 
-    def _check_scale(self, loss: Tensor) -> None:
+    def _check_scale(self, loss: Tensor, expected: Tensor) -> None:
         """Check once that the loss reached `backward` as `compute_loss` returned it."""
         if self._is_scale_checked:
             return  # reading a value waits for the device
         self._is_scale_checked = True
         passed = float(loss.detach())
-        expected = float(self._loss.detach())
+        expected = float(expected.detach())
         if passed != expected and math.isfinite(expected):
             raise ConfigError(
                 "the loss must reach backward() unscaled, but was multiplied by "
                 f"{passed / expected:g}: an overridden training_step scales it again. Remove that "
                 "scaling."
             )
-
-    def loss_to_log(self, loss: Tensor) -> Tensor:
-        """Return what `ExactTrainer` logs for the current micro-batch, a scalar: the window's mean
-        loss for its last one, 0 for the others, as Trainer adds them up.
-
-        Args:
-            loss: The loss of the micro-batch.
-        """
-        if not self.is_complete:
-            return torch.zeros_like(loss)
-        return self.engine.gradient.loss.to(loss.dtype)
 
 
 class ExactTrainerMixin:
@@ -425,6 +359,12 @@ class ExactTrainerMixin:
         """
         enable_fp16_on_cpu(self.accelerator)
         check_trainer(self, ExactTrainerMixin)
+        if type(self).training_step is not ExactTrainerMixin.training_step:
+            logger.warning(
+                "ExactTrainer: all micro-batches of a window are computed within the last call of "
+                f"{type(self).__name__}.training_step for it. What belongs to a micro-batch must "
+                "be an entry of its batch, and not an attribute that this method sets."
+            )
         window_size = WindowSize(self._window_size)
         if args:
             kwargs["resume_from_checkpoint"], *args = args
@@ -436,9 +376,7 @@ class ExactTrainerMixin:
         window_size.check_checkpoint(kwargs.get("resume_from_checkpoint"), self.args)
         self.pop_callback(WindowSize)  # of an earlier call of train
         self.add_callback(window_size)
-        # Trainer's own no_sync would end what the engine sets in the first micro-batch of a window.
-        own_sync = override(self.accelerator, no_sync=lambda model: nullcontext())
-        with every_prepare_exact(self.accelerator), own_sync:
+        with every_prepare_exact(self.accelerator):
             return super().train(*args, **kwargs)
 
     @property
@@ -519,10 +457,8 @@ class ExactTrainerMixin:
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run Trainer's training step with hf_ga's loss and backward: add the gradient of one
-        micro-batch's part of the window's mean loss.
-
-        After the window's last micro-batch, the gradients are summed over all ranks.
+        """Compute the gradient of the window's mean loss in the call for its last micro-batch, by
+        Trainer's training step with hf_ga's loss and backward on each of them.
 
         Args:
             model: The wrapped model.
@@ -530,42 +466,21 @@ class ExactTrainerMixin:
             num_items_in_batch: Not used.
 
         Returns:
-            The micro-batch's contribution to the logged loss, a scalar.
+            What the call adds to the logged loss, a scalar: the window's mean loss for its last
+            micro-batch, 0 for the others.
         """
         window = self._window
-        index = window.next_index(inputs)
-        if index == 0:
-            model.zero_grad()  # gradients of a window that a callback interrupted
-        # Stays 0 if the loss is refused, which all ranks raise at the window's end.
-        losses = [torch.zeros((), device=self.args.device)]
-
-        def step(batch: dict[str, Any]) -> None:
-            """Run the training step of Trainer, or of the subclass, on a batch."""
-            losses.append(super(ExactTrainerMixin, self).training_step(model, batch))
-
+        if not window.is_last(inputs):
+            return torch.zeros((), device=self.args.device)
         gather = partial(gather_uneven, self.accelerator.gather)
         # So that neither Trainer nor a custom loss divides by the number of steps, or multiplies by
         # that of processes and counts the items of all of them.
         self.current_gradient_accumulation_steps = 1  # Trainer's loop sets it for each window
         hidden = {"gradient_accumulation_steps": 1, "average_tokens_across_devices": False}
         with override(self.args, **hidden), override(self.accelerator, gather=gather):
-            window.train(index, step)
-        return window.loss_to_log(losses[-1])
+            loss = window.train(partial(super().training_step, model))
+        return loss.float()
 
 
 class ExactTrainer(ExactTrainerMixin, Trainer):
     """`transformers.Trainer` with exact gradient accumulation: see `ExactTrainerMixin`."""
-
-
-@contextmanager
-def preserving_counters(trainer: Trainer) -> Iterator[None]:
-    """Restore, after the block, the counters that TRL's trainers log, so that `ExactTrainer`'s
-    additional forwards, of a rehearsal or of a first pass over a window, do not change the log.
-    """
-    saved = {
-        name: deepcopy(vars(trainer)[name]) for name in LOGGED_COUNTERS if name in vars(trainer)
-    }
-    try:
-        yield
-    finally:
-        vars(trainer).update(saved)

@@ -566,8 +566,12 @@ def test_axes_of_one_width_by_chance_are_told_apart():
         hf_ga.backward(model, each, micro_batch_size=3)
         assert h.relative_error(h.gradients(model), truth) < 1e-6
     memory = vars(model)["_hf_ga_backward"]
-    (groups,) = memory.token_entries.values()
-    assert [group.names for group in groups] == [("attention_mask", "input_ids"), ("labels",)]
+    (axes,) = memory.axes.values()
+    assert axes == {
+        "attention_mask": "attention_mask",
+        "input_ids": "attention_mask",
+        "labels": "labels",
+    }
     assert len(memory.states) == 2
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers as tf
 from accelerate.state import AcceleratorState
-from forked import together
+from forked import on_two_ranks, together, without_errors
+from memory_limits import Device
 from test_exact_trainer_pairs import dpo
 from test_exact_trainer_trl import sft
 from torch.distributed.tensor import DTensor
@@ -189,3 +190,27 @@ def test_a_run_is_resumed_on_another_number_of_processes(found, kind):
     losses = found[2]["bert", kind, "resumed"][1]
     assert losses == pytest.approx(found[1]["bert", "DDP", 1][1][SAVED:], rel=1e-5)
     assert len(losses) == STEPS - SAVED
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_memory_that_runs_out_on_one_process(tmp_path, kind):
+    """Both compute the window again in smaller micro-batches."""
+    whole_run = RUNS["gpt2"](tmp_path / "whole", mixed, (WINDOW, 1), max_steps=1)
+
+    def work():
+        torch.set_num_threads(1)
+        case = Case(tmp_path / kind, gpt2, h.token_samples(NUM_SAMPLES))
+        sharded = {"fsdp": True} if kind == "FSDP2" else {}
+        trainer = case.make(mixed(tf.Trainer), (24, 2), max_steps=1, ddp_backend="gloo", **sharded)
+        is_second = trainer.args.process_index == 1
+        device = Device(trainer.model, fits=200, chosen=lambda: is_second)
+        trainer.train()
+        gradients = {name: whole(value) for name, value in trainer.run.gradients[0].items()}
+        return gradients, len(device.failures)
+
+    (first, no_failures), (second, num_failures) = without_errors(on_two_ranks(work))
+    assert no_failures == 0
+    assert num_failures > 0
+    for found in (first, second):
+        found = {name.removeprefix("module."): value for name, value in found.items()}
+        assert h.relative_error(found, whole_run.gradients[0]) < 1e-6

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from images import collate_images, image_samples, images_and_text
+from memory_limits import Device
 from peft import LoraConfig, get_peft_model
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, LossOfMyOwn
 from torch.utils.data import IterableDataset
@@ -292,7 +293,7 @@ def test_arguments_that_cannot_be_made_exact_are_refused_by_name(case, message):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("FSDP", "set fsdp_version to 2"), ("DEEPSPEED", "use DDP or FSDP2")]
+    ("kind", "words"), [("FSDP", "set fsdp_version to 2"), ("DEEPSPEED", "unsupported: DEEPSPEED")]
 )
 def test_fsdp1_and_deepspeed_are_refused(case, kind, words, monkeypatch):
     trainer = prepared(case)
@@ -323,7 +324,7 @@ def test_processes_that_would_train_alone_and_fsdp_that_is_not_on_are_refused(ca
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(
         ConfigError,
-        match=r"FSDP was requested.*2 processes were launched, but each would train alone",
+        match=r"2 processes were launched, .* each would train alone.*; FSDP was requested",
     ):
         trainer.train()
 
@@ -391,6 +392,13 @@ def never_asks_for_help(self, model, inputs, num_items_in_batch=None):
     return loss.detach()
 
 
+def leaves_out_the_last(self, model, inputs, num_items_in_batch=None):
+    self.number = 1 + getattr(self, "number", 0)
+    if self.number % 4 == 0:
+        return torch.zeros(())
+    return ExactTrainer.training_step(self, model, inputs)
+
+
 def trains_twice(self, model, inputs, num_items_in_batch=None):
     return ExactTrainer.training_step(self, model, inputs) + ExactTrainer.training_step(
         self, model, inputs
@@ -418,6 +426,7 @@ def changes_them_in_place(self, model, inputs, num_items_in_batch=None):
             "was multiplied by 0.25: an overridden training_step scales it again",
         ),
         (never_asks_for_help, ExactTrainer, "must call super"),
+        (leaves_out_the_last, ExactTrainer, "must call super"),
         (trains_twice, ExactTrainer, "called once for each micro-batch"),
     ],
 )
@@ -425,6 +434,52 @@ def test_overridden_steps_that_would_not_be_exact_are_found(case, step, parent, 
     own = type("Own", (parent,), {"training_step": step})
     with pytest.raises(ConfigError, match=message):
         prepared(case, mixed(own) if parent is tf.Trainer else own).train()
+
+
+def keeps_a_number(self, model, inputs, num_items_in_batch=None):
+    self.number = float(len(inputs["labels"]) + inputs["input_ids"].sum())
+    return ExactTrainer.training_step(self, model, inputs)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_an_overridden_step_keeps_of_a_micro_batch_is_warned_of(case, caplog, keeps):
+    """All micro-batches are computed in the last call, with the number of the last one."""
+    own = {"training_step": keeps_a_number} if keeps else {}
+    prepared(case, type("Own", (ExactTrainer,), own)).train()
+    assert ("within the last call of Own.training_step" in caplog.text) is keeps
+
+
+def test_windows_are_rehearsed_by_their_number_in_the_run(case):
+    """Each epoch has one window: the first three and the ninth have a rehearsal."""
+    given = case(h.bert_classifier, h.class_samples(WINDOW), dropout=0.0)
+    numbers = []
+    given.model.register_forward_pre_hook(lambda *_: numbers.append(torch.is_grad_enabled()))
+    forwards = []
+
+    class Counts(tf.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            forwards.append(sum(numbers))
+            numbers.clear()
+
+    more = {"trainer": {"callbacks": [Counts()]}, "num_train_epochs": 10}
+    given.run(layout=(4, 4), **more)
+    assert [number > 4 for number in forwards[4:]] == [index == 8 for index in range(4, 10)]
+
+
+def test_where_memory_runs_out_the_updates_are_the_same(case):
+    """The control: Trainer raises the error."""
+    given = case(h.gpt2, h.token_samples(NUM_SAMPLES))
+    one = {"num_train_epochs": 1}
+    full = given.run(layout=(16, 1), **one)
+    trainer = given.make(layout=(8, 2), **one)
+    device = Device(trainer.model, fits=40)
+    trainer.train()
+    assert device.failures
+    assert weight_error(trainer.run, full) < CLOSE
+    plain = given.make(tf.Trainer, layout=(8, 2), **one)
+    Device(plain.model, fits=40)
+    with pytest.raises(torch.OutOfMemoryError):
+        plain.train()
 
 
 class ClassWeights(LossOfMyOwn):
