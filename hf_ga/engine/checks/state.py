@@ -36,26 +36,35 @@ NUM_NAMES = 6  # of buffers and attributes in a message
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer before a forward.
+    """A buffer before a forward, or a tensor in an attribute.
 
     Attributes:
-        module: The module that has it.
+        holder: The mapping of the module that has it.
         name: Its name there.
         path: Its name in the module that the loop calls.
         tensor: The buffer.
         value: A copy.
+        is_attribute: Whether it is no buffer. One that is replaced is seen as any attribute is.
     """
 
-    module: nn.Module
+    holder: dict[str, Any]
     name: str
     path: str
     tensor: Tensor
     value: Tensor
+    is_attribute: bool = False
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """What identifies it."""
+        return id(self.holder), self.name
 
     @property
     def is_changed(self) -> bool:
         """Whether the module has another value now, or none."""
-        now = self.module._buffers.get(self.name)
+        now = self.holder.get(self.name)
+        if self.is_attribute and now is not self.tensor:
+            return False
         if now is None or now.shape != self.value.shape:
             return True
         return not torch.equal(now.nan_to_num(), self.value.nan_to_num())
@@ -88,11 +97,11 @@ class StateCheck:
         self._buffers: list[Buffer] = []
         self._restore: Callable[[], None] = lambda: None
         self._mark: Any = None  # where the draws stood before the forward
-        # By module and name, as before the first forward: all buffers, those that forwards changed,
-        # and such attributes.
-        self._first_buffers: dict[tuple[nn.Module, str], Buffer] = {}
-        self._changed_buffers: dict[tuple[nn.Module, str], Buffer] = {}
-        self._watched: set[tuple[nn.Module, str]] = set()  # buffers on which the loss may depend
+        # By place, as before the first forward: all buffers, those that forwards changed, and such
+        # attributes.
+        self._first_buffers: dict[tuple[int, str], Buffer] = {}
+        self._changed_buffers: dict[tuple[int, str], Buffer] = {}
+        self._watched: set[tuple[int, str]] = set()  # buffers on which the loss may depend
         self._changed_attributes: dict[tuple[nn.Module, str], Any] = {}
 
     @contextmanager
@@ -127,13 +136,13 @@ class StateCheck:
         for (module, name), value in self._changed_attributes.items():
             vars(module)[name] = value
         with torch.no_grad():
-            for (module, name), buffer in self._changed_buffers.items():
-                module._buffers[name] = buffer.tensor
+            for buffer in self._changed_buffers.values():
+                buffer.holder[buffer.name] = buffer.tensor
                 buffer.tensor.copy_(buffer.value)
         self.kept = [
-            (module._buffers, name, buffer.path)
-            for (module, name), buffer in self._first_buffers.items()
-            if (module, name) in self._watched - self._changed_buffers.keys()
+            (buffer.holder, buffer.name, buffer.path)
+            for place, buffer in self._first_buffers.items()
+            if place in self._watched - self._changed_buffers.keys() and not buffer.is_attribute
         ]
 
     def _note(self, module: nn.Module, args: tuple) -> None:
@@ -144,14 +153,9 @@ class StateCheck:
         if isinstance(module, (*WRAPPERS, torch.jit.ScriptModule)):  # a script has no such hooks
             return
         self._running = module
-        self._buffers = [
-            Buffer(inner, name, f"{prefix}.{name}".lstrip("."), tensor, tensor.clone())
-            for prefix, inner in module.named_modules()
-            for name, tensor in inner._buffers.items()
-            if tensor is not None
-        ]
+        self._buffers = list(_buffers_of(module))
         for buffer in self._buffers:
-            self._first_buffers.setdefault((buffer.module, buffer.name), buffer)
+            self._first_buffers.setdefault(buffer.place, buffer)
         self._attributes = [
             (inner, name, value)
             for inner in module.modules()
@@ -177,11 +181,10 @@ class StateCheck:
         """Repeat a forward that changed buffers or attributes."""
         is_model = module in self._models
         if is_model or _matters(module, outputs):
-            self._watched |= {(buffer.module, buffer.name) for buffer in self._buffers}
+            self._watched |= {buffer.place for buffer in self._buffers}
         buffers = [buffer for buffer in self._buffers if buffer.is_changed]
         for buffer in buffers:
-            key = (buffer.module, buffer.name)
-            self._changed_buffers.setdefault(key, self._first_buffers[key])
+            self._changed_buffers.setdefault(buffer.place, self._first_buffers[buffer.place])
         attributes = []
         for inner, name, value in self._attributes:
             if vars(inner).get(name) is not value:
@@ -226,7 +229,7 @@ class StateCheck:
                 stack.enter_context(extra_forwards(module))
                 return _largest_change(outputs, module(*args, **kwargs))
 
-        now = [b for inner in module.modules() for b in inner._buffers.values() if b is not None]
+        now = [buffer.tensor for buffer in _buffers_of(module)]
         before = [buffer.tensor for buffer in self._buffers]
         self._is_repeating = True
         try:
@@ -242,6 +245,24 @@ class StateCheck:
                 return with_same_state == 0 or with_new_state > TOLERANCE
         finally:
             self._is_repeating = False
+
+
+def _buffers_of(module: nn.Module) -> Iterator[Buffer]:
+    """Yield the buffers of a module, and the tensors in its attributes, with copies."""
+    for prefix, inner in module.named_modules():
+        attributes = [
+            (name, value)
+            for name, value in plain_attributes(inner, vars(inner))
+            if isinstance(value, Tensor)
+        ]
+        for holder, items, is_attribute in (
+            (inner._buffers, inner._buffers.items(), False),
+            (vars(inner), attributes, True),
+        ):
+            for name, tensor in items:
+                if tensor is not None:
+                    path = f"{prefix}.{name}".lstrip(".")
+                    yield Buffer(holder, name, path, tensor, tensor.clone(), is_attribute)
 
 
 def _matters(module: nn.Module, outputs: Any) -> bool:
