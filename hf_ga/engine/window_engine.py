@@ -28,7 +28,8 @@ from hf_ga.engine.checks.draw_check import (
     DrawCheck,
     warn_of_doubtful_draws,
 )
-from hf_ga.engine.checks.state import StateCheck
+from hf_ga.engine.checks.kept_values import KeptValues
+from hf_ga.engine.checks.state import OtherModules, StateCheck
 from hf_ga.engine.checks.weight_check import WeightCheck
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS, is_rehearsed
@@ -131,7 +132,10 @@ class WindowEngine:
         self._request: WindowRequest | None = None
         self._recorder = OutputRecorder()
         self._state_check = StateCheck(self.draws)
+        self._others = OtherModules()
         self._weight_check = WeightCheck()
+        self._kept_values = KeptValues()
+        self._num_slots = 0  # of the current window
         self._rehearsal: Rehearsal | None = None  # of the current window
         self._router: WindowRouter | None = None  # of models with a balancing loss
         self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
@@ -238,6 +242,7 @@ class WindowEngine:
         self._all_models = [*models, *frozen]
         if not goes_on:
             self._buffers_before = [snapshot_state(model) for model in self._all_models]
+            self._others.begin_window(self._all_models)
         self._goes_on = goes_on
         self._follows_rehearsal = keeps_rehearsal
         if state is not self._state:  # another loader, whose samples may be of other widths
@@ -260,6 +265,7 @@ class WindowEngine:
         is_first_of_shards = is_first and backend.is_sharded and not backend.is_stage
         self._is_first_of_shards = is_first_of_shards and not is_full_batch
         self._num_windows += 1
+        self._num_slots = num_slots
         for model in models:
             backend.begin(model)
             _switch_off_reducer(model)
@@ -384,6 +390,7 @@ class WindowEngine:
         """Restore the models' buffers of before the window, because its samples come again: what
         counts samples (BatchNorm) must not count them twice.
         """
+        self._others.restore()  # before the models: a module may hold one of them
         for restore in self._buffers_before:
             restore()
 
@@ -424,6 +431,9 @@ class WindowEngine:
         key_of_window = window_key(request.seed, request.epoch, request.index)
         self.draws.begin(keys, key_of_window, self.backend.device)
         self.draw_check.begin()
+        self._num_slots -= 1
+        is_rehearsed = self._rehearsal is not None
+        self._kept_values.begin_window((request.epoch, request.index), is_rehearsed=is_rehearsed)
         with ExitStack() as stack:
             if not slot.is_counted:
                 for model in self._all_models:
@@ -438,8 +448,12 @@ class WindowEngine:
                 )
                 stack.callback(lambda: self._weight_check.note_buffers(self._state_check.kept))
                 stack.enter_context(watching)
+            if self._is_rehearsed and not self._is_traced:
+                stack.enter_context(self._others.seeing())
             if self._watches_statistics(slot):
                 stack.enter_context(self._recorder.statistics.watching(is_compiled=self._is_traced))
+            if self._watches_kept_values(slot):
+                stack.enter_context(self._kept_values.watching())
             stack.enter_context(without_cudnn_attention())
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))
@@ -464,10 +478,19 @@ class WindowEngine:
             or (is_first and (num_slots > 2 or not self.has_rehearsed))
         )
 
+    def _watches_kept_values(self, slot: Slot) -> bool:
+        """Whether it is watched what the loop keeps for a later window: in a rehearsal, and in the
+        last micro-batch of the first windows that have one.
+        """
+        if self._rehearsal is None or self._is_traced:
+            return False
+        return slot.is_rehearsal or (not self._num_slots and self._kept_values.sees_ends)
+
     def place(self, slot: Slot) -> Any:
         """Return a copy of the batch of the current micro-batch on the device."""
         batch = self.backend.place(slot.micro_batch.batch)
         self._recorder.statistics.note_batch(batch, len(slot.micro_batch))
+        self._kept_values.note_batch(batch)
         return batch
 
     def add(
@@ -493,6 +516,14 @@ class WindowEngine:
         """
         self._recorder.statistics.stop()
         _check_scalar(loss)
+        self._kept_values.check(loss)
+        with self._kept_values.paused():
+            self._add(loss, num_targets, retain_graph=retain_graph, is_last=is_last)
+
+    def _add(
+        self, loss: Tensor, num_targets: float | Tensor | None, *, retain_graph: bool, is_last: bool
+    ) -> None:
+        """See `add`."""
         self.draw_check.check()
         self.draw_check.check_between_backwards()
         slot = self.slot
@@ -794,6 +825,7 @@ class WindowEngine:
             self.restore_buffers()
         else:
             self._buffers_before = []  # which may keep outputs of earlier forwards
+            self._others.end_window()
         if is_done or gradient.is_misread:
             self.looks.forget_attempts()
         if state is None:

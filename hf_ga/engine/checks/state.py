@@ -7,9 +7,10 @@ for what else the loop calls: a loss that keeps a moving average, a part of a mo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from hf_ga.model.forward import (
     WRAPPERS,
     before_all_forwards,
     extra_forwards,
+    modules_of,
     plain_attributes,
     snapshot_state,
 )
@@ -68,6 +70,54 @@ class Buffer:
         if now is None or now.shape != self.value.shape:
             return True
         return not torch.equal(now.nan_to_num(), self.value.nan_to_num())
+
+
+class OtherModules:
+    """Restores what forwards leave in modules that are no prepared models, such as a loss that
+    counts, if the samples of a window come again.
+    """
+
+    def __init__(self) -> None:
+        """Start with no module known."""
+        self._called: list[ref[nn.Module]] = []
+        self._known: set[int] = set()  # modules in this window, by identity
+        self._restore: list[Callable[[], None]] = []
+
+    def begin_window(self, models: Sequence[nn.Module]) -> None:
+        """Copy what modules hold that were called in earlier windows.
+
+        Args:
+            models: The prepared models, which are not among them.
+        """
+        self._known = {id(module) for model in models for module in modules_of(model)}
+        called = [module for known in self._called if (module := known()) is not None]
+        self._called = []
+        self._restore = []
+        for module in called:
+            self._note(module, ())
+
+    def end_window(self) -> None:
+        """Forget what they held, which may keep outputs of earlier forwards."""
+        self._restore = []
+
+    def seeing(self) -> AbstractContextManager[None]:
+        """Return a context, around a micro-batch, in which modules that are called are copied."""
+        return before_all_forwards(self._note)
+
+    def _note(self, module: nn.Module, args: tuple) -> None:
+        """Copy what a module holds before its first forward; a forward pre-hook of all modules."""
+        if id(module) in self._known or torch.compiler.is_compiling():
+            return
+        if isinstance(module, (*WRAPPERS, torch.jit.ScriptModule)):
+            return
+        self._known.update(map(id, modules_of(module)))
+        self._called.append(ref(module))
+        self._restore.append(snapshot_state(module))
+
+    def restore(self) -> None:
+        """Restore what they held before their first forward in the window."""
+        for restore in reversed(self._restore):
+            restore()
 
 
 class StateCheck:
