@@ -90,6 +90,7 @@ class WindowGradient:
         earlier: `.grad` of the parameters when the window began.
         num_backwards: Number of backwards in this window.
         iteration: The number of the loop's iteration, the same on all ranks if they are in step.
+        digests: `WeightCheck.digests`.
         sums: What its micro-batches add up to.
     """
 
@@ -134,6 +135,7 @@ class WindowGradient:
         self.widths: list[float] = []
         self.samples = SampleCount()
         self.num_backwards = 0
+        self.digests: tuple[float, float] | None = None
         self.grouping.rename(self.same_terms.key_of)
         self.grouping.keep_apart(chunk_tree is not None)
         self.sums.begin(chunk_tree)
@@ -459,6 +461,9 @@ class WindowGradient:
         loss_sum, found = self._sum_over_ranks(groups, keys, can_repeat)
         if squared_differences(tuple(found["iteration"])):
             raise _out_of_step()
+        has_same_names = not squared_differences(tuple(found["names"]))
+        if has_same_names and squared_differences(tuple(found["norms"])):
+            raise _other_weights()
         self.must_pad = bool(found["must_pad"][0])
         self.must_look = bool(found["must_look"][0])
         self.needs_padding = bool(found["needs_padding"][0])
@@ -513,6 +518,8 @@ class WindowGradient:
             "has_padded": [float(self.computed < Computed.REAL)],
             "has_no_rows": [float(self.computed < Computed.ROWS)],
             "iteration": power_sums([self.iteration % LARGEST_ITERATION]),
+            "names": power_sums(() if self.digests is None else self.digests[:1]),
+            "norms": power_sums(() if self.digests is None else self.digests[1:]),
             "has_hooks": [float(any(map(has_hooks, self.parameters)))],
             "widths": power_sums(self.widths),
             "parts": [float(self.sums.part)],
@@ -640,6 +647,16 @@ class WindowGradient:
             return
         if not self._use_structure():
             self.must_repeat = "processes had terms of the loss in other proportions"
+
+
+def _other_weights() -> ConfigError:
+    """Return the error for ranks that begin a window with other weights or buffers."""
+    return ConfigError(
+        "weights or buffers of the modules that the loop calls differ between processes at the "
+        "beginning of a window, so their losses are not those of one model: add up over all "
+        "processes what a centre, a balance or a normalisation is computed from "
+        "(accelerator.reduce(total)), and initialise modules that are not prepared with one seed."
+    )
 
 
 def _out_of_step() -> ConfigError:

@@ -11,7 +11,7 @@ that it passes to `backward` read, compared with its rehearsal, and added to the
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -136,6 +136,7 @@ class WindowEngine:
         self._weight_check = WeightCheck()
         self._kept_values = KeptValues()
         self._num_slots = 0  # of the current window
+        self._restore_filler: Callable[[], None] | None = None  # in one, what modules held
         self._rehearsal: Rehearsal | None = None  # of the current window
         self._router: WindowRouter | None = None  # of models with a balancing loss
         self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
@@ -315,7 +316,12 @@ class WindowEngine:
         if is_rehearsed:
             if not self.backend.is_sharded:
                 sees_modules = not self._is_traced
-                self._weight_check.start(self.gradient.parameters, sees_modules=sees_modules)
+                self._weight_check.start(
+                    self.gradient.parameters,
+                    sees_modules=sees_modules,
+                    compares=self.backend.num_processes > 1,
+                )
+                self.gradient.digests = self._weight_check.digests
         elif self.watches_weights and not self._goes_on and not self.backend.is_sharded:
             self._weight_check.start(self.gradient.parameters, sees_modules=False)
 
@@ -435,7 +441,9 @@ class WindowEngine:
         is_rehearsed = self._rehearsal is not None
         self._kept_values.begin_window((request.epoch, request.index), is_rehearsed=is_rehearsed)
         with ExitStack() as stack:
-            if not slot.is_counted:
+            if slot.is_filler:
+                stack.enter_context(self._restored_after_backward())
+            elif not slot.is_counted:
                 for model in self._all_models:
                     # Of trained models in a rehearsal, those attributes that forwards change.
                     is_watched = slot.is_rehearsal and model in self.models
@@ -461,6 +469,32 @@ class WindowEngine:
             if self._router is not None:
                 stack.enter_context(self._router.patched_in(slot))
             yield
+
+    @contextmanager
+    def _restored_after_backward(self) -> Iterator[None]:
+        """Let the forwards of a filler leave nothing in any module from its backward on: what the
+        loop changes after it, as on other ranks, stays.
+        """
+        restores = [snapshot_state(model) for model in self._all_models]
+        others = OtherModules()
+        others.begin_window(self._all_models)
+
+        def restore() -> None:
+            """Restore what modules held before. A graph that is kept may use it: it counts not."""
+            buffers = [b for model in self._all_models for b in model.buffers()]
+            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                others.restore()
+                for restore_model in restores:
+                    restore_model()
+
+        self._restore_filler = restore
+        try:
+            with nullcontext() if self._is_traced else others.seeing():
+                yield
+        finally:
+            if not self.num_adds:
+                restore()
+            self._restore_filler = None
 
     def _watches_statistics(self, slot: Slot) -> bool:
         """Whether it is watched what the loop computes: in a rehearsal, in the micro-batch that
@@ -564,6 +598,8 @@ class WindowEngine:
             self.gradient.sums.end_micro_batch()
         self.draws.after_backward()
         self._weight_check.note()
+        if self._restore_filler is not None:
+            self._restore_filler()
 
     def _switched_on(self, readings: Sequence[Reading]) -> list[Reading]:
         """Return the readings whose factor is not 0; the gradient is told of the others."""

@@ -2,12 +2,15 @@
 of the last micro-batch, or counts the samples of a rehearsal twice.
 """
 
+import os
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from documented_loop import reset_states
+from forked import on_ranks, without_errors
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -55,7 +58,7 @@ class OfLast:
         return F.cross_entropy(outputs - self.centre, y)
 
     def after_step(self) -> None:
-        self.centre = 0.5 * self.centre + 0.5 * self.outputs.detach().mean(0)
+        self.centre[:] = 0.5 * self.centre + 0.5 * self.outputs.detach().mean(0)
 
 
 class OfSums(OfLast):
@@ -212,6 +215,68 @@ def test_what_a_loop_by_hand_keeps_is_refused(kind, batch_size):
 def test_what_a_module_holds_is_exact(run, kind, batch_size):
     whole = train(kind, WINDOW)
     assert (run(kind, batch_size) - whole).norm() < CLOSE * whole.norm()
+
+
+class Scaled(nn.Linear):
+    """The loop changes its scale after each step."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+def train_on_ranks(batch_size: int, steps: int, *, reduces: bool = True, seed: int = 0) -> Tensor:
+    """The weights after two epochs, each of which ends with half a window. A module that is not
+    prepared, and an attribute of the model, change after each step.
+    """
+    reset_states()
+    torch.manual_seed(seed)
+    centre = Centre()
+    centre.head = nn.Linear(3, 3).requires_grad_(False)
+    torch.manual_seed(0)
+    accelerator = hf_ga.Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = Scaled(4, 3)
+    model.scale = 1.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    half = WINDOW // 2
+    loader = DataLoader(TensorDataset(X[:-half], Y[:-half]), batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(centre.head(centre(model(x))), y))
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    if reduces:
+                        centre.total.copy_(accelerator.reduce(centre.total))
+                        centre.count.copy_(accelerator.reduce(centre.count))
+                    centre.follow()
+                    accelerator.unwrap_model(model).scale *= 0.9
+                optimizer.zero_grad()
+    return torch.cat([flat(model), centre.centre])
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize(("batch_size", "steps"), [(4, 1), (2, 2), (1, 4)])
+def test_what_a_module_holds_is_exact_on_two_ranks(batch_size, steps):
+    """Also where a rank has no sample, and computes one that is not counted."""
+    whole = train_on_ranks(WINDOW, 1)
+    for found in without_errors(on_ranks(partial(train_on_ranks, batch_size, steps), 2)):
+        assert (found - whole).norm() < CLOSE * whole.norm()
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize(("batch_size", "steps"), [(4, 1), (2, 2), (1, 4)])
+def test_modules_that_differ_between_ranks_are_refused(batch_size, steps):
+    """As they follow their own samples, or were initialised with other seeds."""
+    for work in (partial(train_on_ranks, reduces=False), train_with_seed_of_rank):
+        for error in on_ranks(partial(work, batch_size, steps), 2):
+            assert "differ between processes" in error
+
+
+def train_with_seed_of_rank(batch_size: int, steps: int) -> Tensor:
+    return train_on_ranks(batch_size, steps, seed=int(os.environ["RANK"]))
 
 
 class OfUser(TorchFunctionMode):
