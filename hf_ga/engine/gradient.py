@@ -16,6 +16,7 @@ from itertools import chain, islice
 from torch import Tensor, nn
 
 from hf_ga.engine.checks.lone_terms import LoneTerms
+from hf_ga.engine.checks.rank_check import NormsByName, check_ranks, digest
 from hf_ga.engine.checks.sample_count import SampleCount, check_samples
 from hf_ga.engine.parameter_hooks import after_hooks, has_hooks
 from hf_ga.engine.sums.agreement import (
@@ -90,7 +91,7 @@ class WindowGradient:
         earlier: `.grad` of the parameters when the window began.
         num_backwards: Number of backwards in this window.
         iteration: The number of the loop's iteration, the same on all ranks if they are in step.
-        digests: `WeightCheck.digests`.
+        norms: The `norms_by_name` of this rank when the window began. None: ranks compare none.
         sums: What its micro-batches add up to.
     """
 
@@ -135,7 +136,7 @@ class WindowGradient:
         self.widths: list[float] = []
         self.samples = SampleCount()
         self.num_backwards = 0
-        self.digests: tuple[float, float] | None = None
+        self.norms: NormsByName | None = None
         self.grouping.rename(self.same_terms.key_of)
         self.grouping.keep_apart(chunk_tree is not None)
         self.sums.begin(chunk_tree)
@@ -461,9 +462,8 @@ class WindowGradient:
         loss_sum, found = self._sum_over_ranks(groups, keys, can_repeat)
         if squared_differences(tuple(found["iteration"])):
             raise _out_of_step()
-        has_same_names = not squared_differences(tuple(found["names"]))
-        if has_same_names and squared_differences(tuple(found["norms"])):
-            raise _other_weights()
+        if squared_differences(tuple(found["norms"])):
+            check_ranks(self.backend.gather_objects(self.norms))
         self.must_pad = bool(found["must_pad"][0])
         self.must_look = bool(found["must_look"][0])
         self.needs_padding = bool(found["needs_padding"][0])
@@ -518,8 +518,7 @@ class WindowGradient:
             "has_padded": [float(self.computed < Computed.REAL)],
             "has_no_rows": [float(self.computed < Computed.ROWS)],
             "iteration": power_sums([self.iteration % LARGEST_ITERATION]),
-            "names": power_sums(() if self.digests is None else self.digests[:1]),
-            "norms": power_sums(() if self.digests is None else self.digests[1:]),
+            "norms": power_sums([] if self.norms is None else [digest(self.norms)]),
             "has_hooks": [float(any(map(has_hooks, self.parameters)))],
             "widths": power_sums(self.widths),
             "parts": [float(self.sums.part)],
@@ -647,16 +646,6 @@ class WindowGradient:
             return
         if not self._use_structure():
             self.must_repeat = "processes had terms of the loss in other proportions"
-
-
-def _other_weights() -> ConfigError:
-    """Return the error for ranks that begin a window with other weights or buffers."""
-    return ConfigError(
-        "weights or buffers of the modules that the loop calls differ between processes at the "
-        "beginning of a window, so their losses are not those of one model: add up over all "
-        "processes what a centre, a balance or a normalisation is computed from "
-        "(accelerator.reduce(total)), and initialise modules that are not prepared with one seed."
-    )
 
 
 def _out_of_step() -> ConfigError:

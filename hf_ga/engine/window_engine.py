@@ -29,6 +29,7 @@ from hf_ga.engine.checks.draw_check import (
     warn_of_doubtful_draws,
 )
 from hf_ga.engine.checks.kept_values import KeptValues
+from hf_ga.engine.checks.rank_check import norms_by_name
 from hf_ga.engine.checks.state import OtherModules, StateCheck
 from hf_ga.engine.checks.weight_check import WeightCheck
 from hf_ga.engine.gradient import WindowGradient
@@ -135,7 +136,7 @@ class WindowEngine:
         self._others = OtherModules()
         self._weight_check = WeightCheck()
         self._kept_values = KeptValues()
-        self._num_slots = 0  # of the current window
+        self._num_slots = 0  # that are left of the current window
         self._restore_filler: Callable[[], None] | None = None  # in one, what modules held
         self._rehearsal: Rehearsal | None = None  # of the current window
         self._router: WindowRouter | None = None  # of models with a balancing loss
@@ -204,6 +205,7 @@ class WindowEngine:
         *,
         num_slots: int,
         is_rehearsed: bool,
+        has_extra: bool = False,
         is_full_batch: bool = False,
         goes_on: bool = False,
         keeps_rehearsal: bool = False,
@@ -220,6 +222,7 @@ class WindowEngine:
             parameters: The trainable parameters, of the models and beside them.
             num_slots: Number of micro-batches of the window on this rank.
             is_rehearsed: Whether a micro-batch of the window is a rehearsal.
+            has_extra: Whether the rehearsal comes beside these micro-batches.
             is_full_batch: Whether a single micro-batch is the whole window.
             goes_on: Whether the sums so far belong to the window, of a loop that accumulates by
                 hand.
@@ -266,7 +269,7 @@ class WindowEngine:
         is_first_of_shards = is_first and backend.is_sharded and not backend.is_stage
         self._is_first_of_shards = is_first_of_shards and not is_full_batch
         self._num_windows += 1
-        self._num_slots = num_slots
+        self._num_slots = num_slots + has_extra
         for model in models:
             backend.begin(model)
             _switch_off_reducer(model)
@@ -316,12 +319,11 @@ class WindowEngine:
         if is_rehearsed:
             if not self.backend.is_sharded:
                 sees_modules = not self._is_traced
-                self._weight_check.start(
-                    self.gradient.parameters,
-                    sees_modules=sees_modules,
-                    compares=self.backend.num_processes > 1,
-                )
-                self.gradient.digests = self._weight_check.digests
+                self._weight_check.start(self.gradient.parameters, sees_modules=sees_modules)
+                if self.backend.num_processes > 1:
+                    modules = [*self._all_models, *self._others.modules]
+                    kept = self._state_check.kept
+                    self.gradient.norms = norms_by_name(modules, self.gradient.parameters, kept)
         elif self.watches_weights and not self._goes_on and not self.backend.is_sharded:
             self._weight_check.start(self.gradient.parameters, sees_modules=False)
 

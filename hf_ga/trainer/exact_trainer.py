@@ -158,6 +158,7 @@ class TrainerWindow:
             trainable_parameters([trainer.model_wrapped], optimizers),
             num_slots=len(self.slots),
             is_rehearsed=self._rehearsal is not None,
+            has_extra=self._rehearsal is not None,
             is_full_batch=is_single,
             state=self.loader_state,
             looks=looks,

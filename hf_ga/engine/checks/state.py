@@ -83,6 +83,11 @@ class OtherModules:
         self._known: set[int] = set()  # modules in this window, by identity
         self._restore: list[Callable[[], None]] = []
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that were called so far, and still exist."""
+        return [module for known in self._called if (module := known()) is not None]
+
     def begin_window(self, models: Sequence[nn.Module]) -> None:
         """Copy what modules hold that were called in earlier windows.
 
@@ -90,7 +95,7 @@ class OtherModules:
             models: The prepared models, which are not among them.
         """
         self._known = {id(module) for model in models for module in modules_of(model)}
-        called = [module for known in self._called if (module := known()) is not None]
+        called = self.modules
         self._called = []
         self._restore = []
         for module in called:

@@ -4,7 +4,6 @@ The full batch has one iteration: a clamp, a decay, or a teacher that follows th
 average would do in each one what it does once there.
 """
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -78,16 +77,11 @@ class Norms:
 class WeightCheck:
     """Compares the norms of weights at the first backward after their module was called with those
     at the window's end.
-
-    Attributes:
-        digests: Of the names of the weights that are known at the window's beginning, and of their
-            norms: two numbers from 1 to 2 that ranks compare. None if they need not.
     """
 
     def __init__(self) -> None:
         """Start switched off, with no module known."""
         self._called: dict[int, ref[nn.Module]] = {}  # by identity: they may define equality
-        self._known_buffers: Sequence[Weight] = ()  # of the last window that was watched
         self.stop()
 
     def stop(self) -> None:
@@ -97,26 +91,17 @@ class WeightCheck:
         self._parameters: Mapping[int, nn.Parameter] = {}
         self._buffers: Sequence[Weight] = ()
         self._before: list[Norms] = []
-        self.digests: tuple[float, float] | None = None
 
-    def start(
-        self, parameters: Sequence[nn.Parameter], *, sees_modules: bool, compares: bool = False
-    ) -> None:
+    def start(self, parameters: Sequence[nn.Parameter], *, sees_modules: bool) -> None:
         """Watch a window, until `stop`: the modules that were called so far.
 
         Args:
             parameters: Those that are trained, which a loop may use without a module.
             sees_modules: Whether other modules are called in it, which are then watched, too.
-            compares: Whether ranks compare the weights as they are now.
         """
         self._is_on = True
         self._sees_modules = sees_modules
         self._parameters = dict(enumerate(parameters))
-        if compares:
-            groups = _norms_by_kind([*self._weights(), *self._known_buffers])
-            names = [weight.name for norms in groups for weight in norms.weights]
-            values = [norms.values.tolist() for norms in groups]
-            self.digests = _digest(names), _digest(values)
 
     def restart(self) -> None:
         """Forget the norms so far, because an optimizer has stepped."""
@@ -134,14 +119,13 @@ class WeightCheck:
     def note_buffers(self, buffers: Sequence[tuple[Mapping, str, str]]) -> None:
         """Note buffers that forwards do not change, as (mapping, name in it, name in messages)."""
         self._buffers = [Weight(*buffer) for buffer in buffers]
-        self._known_buffers = self._buffers
 
     def note(self) -> None:
         """After a backward, note the norms of weights that are new in this window."""
         if not self._is_on or (self._before and not self._sees_modules):
             return
         known = {weight.place for norms in self._before for weight in norms.weights}
-        self._before += _norms_by_kind([w for w in self._weights() if w.place not in known])
+        self._before += norms_by_kind([w for w in self._weights() if w.place not in known])
 
     def _weights(self) -> Iterator[Weight]:
         """Yield the weights of the called modules, and those beside them; not of embeddings that
@@ -178,7 +162,7 @@ class WeightCheck:
         )
 
 
-def _norms_by_kind(weights: Sequence[Weight]) -> list[Norms]:
+def norms_by_kind(weights: Sequence[Weight]) -> list[Norms]:
     """Return the norms of those weights that have one, by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[Weight], list[Tensor]]] = {}
     for weight in weights:
@@ -189,11 +173,6 @@ def _norms_by_kind(weights: Sequence[Weight]) -> list[Norms]:
         of_kind.append(weight)
         tensors.append(tensor)
     return [Norms(of_kind, _norms_of(tensors)) for of_kind, tensors in groups.values()]
-
-
-def _digest(values: Sequence[Any]) -> float:
-    """Return a number from 1 to 2 that almost surely differs for other values."""
-    return 1 + zlib.crc32(repr(values).encode()) / 2**32
 
 
 def _norms_of(tensors: Sequence[Tensor]) -> Tensor:
