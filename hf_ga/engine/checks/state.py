@@ -80,7 +80,8 @@ class OtherModules:
     def __init__(self) -> None:
         """Start with no module known."""
         self._called: list[ref[nn.Module]] = []
-        self._known: set[int] = set()  # modules in this window, by identity
+        self._models: Sequence[nn.Module] = ()
+        self._known: set[int] = set()  # modules in this window, by identity, with the models'
         self._restore: list[Callable[[], None]] = []
 
     @property
@@ -94,7 +95,8 @@ class OtherModules:
         Args:
             models: The prepared models, which are not among them.
         """
-        self._known = {id(module) for model in models for module in modules_of(model)}
+        self._models = models
+        self._known = set()
         called = self.modules
         self._called = []
         self._restore = []
@@ -111,7 +113,11 @@ class OtherModules:
 
     def _note(self, module: nn.Module, args: tuple) -> None:
         """Copy what a module holds before its first forward; a forward pre-hook of all modules."""
-        if id(module) in self._known or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if not self._known:
+            self._known = {id(inner) for model in self._models for inner in modules_of(model)}
+        if id(module) in self._known:
             return
         if isinstance(module, (*WRAPPERS, torch.jit.ScriptModule)):
             return
