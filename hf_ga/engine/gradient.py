@@ -16,6 +16,7 @@ from itertools import chain, islice
 from torch import Tensor, nn
 
 from hf_ga.engine.checks.lone_terms import LoneTerms
+from hf_ga.engine.checks.rank_check import NormsByName, check_ranks, digest
 from hf_ga.engine.checks.sample_count import SampleCount, check_samples
 from hf_ga.engine.parameter_hooks import after_hooks, has_hooks
 from hf_ga.engine.sums.agreement import (
@@ -90,6 +91,7 @@ class WindowGradient:
         earlier: `.grad` of the parameters when the window began.
         num_backwards: Number of backwards in this window.
         iteration: The number of the loop's iteration, the same on all ranks if they are in step.
+        norms: The `norms_by_name` of this rank when the window began. None: ranks compare none.
         sums: What its micro-batches add up to.
     """
 
@@ -134,6 +136,7 @@ class WindowGradient:
         self.widths: list[float] = []
         self.samples = SampleCount()
         self.num_backwards = 0
+        self.norms: NormsByName | None = None
         self.grouping.rename(self.same_terms.key_of)
         self.grouping.keep_apart(chunk_tree is not None)
         self.sums.begin(chunk_tree)
@@ -459,6 +462,8 @@ class WindowGradient:
         loss_sum, found = self._sum_over_ranks(groups, keys, can_repeat)
         if squared_differences(tuple(found["iteration"])):
             raise _out_of_step()
+        if squared_differences(tuple(found["norms"])):
+            check_ranks(self.backend.gather_objects(self.norms))
         self.must_pad = bool(found["must_pad"][0])
         self.must_look = bool(found["must_look"][0])
         self.needs_padding = bool(found["needs_padding"][0])
@@ -513,6 +518,7 @@ class WindowGradient:
             "has_padded": [float(self.computed < Computed.REAL)],
             "has_no_rows": [float(self.computed < Computed.ROWS)],
             "iteration": power_sums([self.iteration % LARGEST_ITERATION]),
+            "norms": power_sums([] if self.norms is None else [digest(self.norms)]),
             "has_hooks": [float(any(map(has_hooks, self.parameters)))],
             "widths": power_sums(self.widths),
             "parts": [float(self.sums.part)],

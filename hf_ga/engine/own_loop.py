@@ -218,6 +218,7 @@ class OwnLoop:
             parameters,
             num_slots=len(self._slots),
             is_rehearsed=self._rehearsal is not None,
+            has_extra=self._rehearsal is not None,
             is_full_batch=self._is_full_batch(window),
             state=window.state,
             request=window.request,

@@ -11,7 +11,7 @@ that it passes to `backward` read, compared with its rehearsal, and added to the
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,7 +28,9 @@ from hf_ga.engine.checks.draw_check import (
     DrawCheck,
     warn_of_doubtful_draws,
 )
-from hf_ga.engine.checks.state import StateCheck
+from hf_ga.engine.checks.kept_values import KeptValues
+from hf_ga.engine.checks.rank_check import norms_by_name
+from hf_ga.engine.checks.state import OtherModules, StateCheck
 from hf_ga.engine.checks.weight_check import WeightCheck
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS, is_rehearsed
@@ -131,7 +133,11 @@ class WindowEngine:
         self._request: WindowRequest | None = None
         self._recorder = OutputRecorder()
         self._state_check = StateCheck(self.draws)
+        self._others = OtherModules()
         self._weight_check = WeightCheck()
+        self._kept_values = KeptValues()
+        self._num_slots = 0  # that are left of the current window
+        self._restore_filler: Callable[[], None] | None = None  # in one, what modules held
         self._rehearsal: Rehearsal | None = None  # of the current window
         self._router: WindowRouter | None = None  # of models with a balancing loss
         self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
@@ -199,6 +205,7 @@ class WindowEngine:
         *,
         num_slots: int,
         is_rehearsed: bool,
+        has_extra: bool = False,
         is_full_batch: bool = False,
         goes_on: bool = False,
         keeps_rehearsal: bool = False,
@@ -215,6 +222,7 @@ class WindowEngine:
             parameters: The trainable parameters, of the models and beside them.
             num_slots: Number of micro-batches of the window on this rank.
             is_rehearsed: Whether a micro-batch of the window is a rehearsal.
+            has_extra: Whether the rehearsal comes beside these micro-batches.
             is_full_batch: Whether a single micro-batch is the whole window.
             goes_on: Whether the sums so far belong to the window, of a loop that accumulates by
                 hand.
@@ -238,6 +246,7 @@ class WindowEngine:
         self._all_models = [*models, *frozen]
         if not goes_on:
             self._buffers_before = [snapshot_state(model) for model in self._all_models]
+            self._others.begin_window(self._all_models)
         self._goes_on = goes_on
         self._follows_rehearsal = keeps_rehearsal
         if state is not self._state:  # another loader, whose samples may be of other widths
@@ -260,6 +269,7 @@ class WindowEngine:
         is_first_of_shards = is_first and backend.is_sharded and not backend.is_stage
         self._is_first_of_shards = is_first_of_shards and not is_full_batch
         self._num_windows += 1
+        self._num_slots = num_slots + has_extra
         for model in models:
             backend.begin(model)
             _switch_off_reducer(model)
@@ -310,6 +320,10 @@ class WindowEngine:
             if not self.backend.is_sharded:
                 sees_modules = not self._is_traced
                 self._weight_check.start(self.gradient.parameters, sees_modules=sees_modules)
+                if self.backend.num_processes > 1:
+                    modules = [*self._all_models, *self._others.modules]
+                    kept = self._state_check.kept
+                    self.gradient.norms = norms_by_name(modules, self.gradient.parameters, kept)
         elif self.watches_weights and not self._goes_on and not self.backend.is_sharded:
             self._weight_check.start(self.gradient.parameters, sees_modules=False)
 
@@ -384,6 +398,7 @@ class WindowEngine:
         """Restore the models' buffers of before the window, because its samples come again: what
         counts samples (BatchNorm) must not count them twice.
         """
+        self._others.restore()  # before the models: a module may hold one of them
         for restore in self._buffers_before:
             restore()
 
@@ -424,8 +439,13 @@ class WindowEngine:
         key_of_window = window_key(request.seed, request.epoch, request.index)
         self.draws.begin(keys, key_of_window, self.backend.device)
         self.draw_check.begin()
+        self._num_slots -= 1
+        is_rehearsed = self._rehearsal is not None
+        self._kept_values.begin_window((request.epoch, request.index), is_rehearsed=is_rehearsed)
         with ExitStack() as stack:
-            if not slot.is_counted:
+            if slot.is_filler:
+                stack.enter_context(self._restored_after_backward())
+            elif not slot.is_counted:
                 for model in self._all_models:
                     # Of trained models in a rehearsal, those attributes that forwards change.
                     is_watched = slot.is_rehearsal and model in self.models
@@ -438,8 +458,12 @@ class WindowEngine:
                 )
                 stack.callback(lambda: self._weight_check.note_buffers(self._state_check.kept))
                 stack.enter_context(watching)
+            if self._is_rehearsed and not self._is_traced:
+                stack.enter_context(self._others.seeing())
             if self._watches_statistics(slot):
                 stack.enter_context(self._recorder.statistics.watching(is_compiled=self._is_traced))
+            if self._watches_kept_values(slot):
+                stack.enter_context(self._kept_values.watching())
             stack.enter_context(without_cudnn_attention())
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))
@@ -447,6 +471,32 @@ class WindowEngine:
             if self._router is not None:
                 stack.enter_context(self._router.patched_in(slot))
             yield
+
+    @contextmanager
+    def _restored_after_backward(self) -> Iterator[None]:
+        """Let the forwards of a filler leave nothing in any module from its backward on: what the
+        loop changes after it, as on other ranks, stays.
+        """
+        restores = [snapshot_state(model) for model in self._all_models]
+        others = OtherModules()
+        others.begin_window(self._all_models)
+
+        def restore() -> None:
+            """Restore what modules held before. A graph that is kept may use it: it counts not."""
+            buffers = [b for model in self._all_models for b in model.buffers()]
+            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                others.restore()
+                for restore_model in restores:
+                    restore_model()
+
+        self._restore_filler = restore
+        try:
+            with nullcontext() if self._is_traced else others.seeing():
+                yield
+        finally:
+            if not self.num_adds:
+                restore()
+            self._restore_filler = None
 
     def _watches_statistics(self, slot: Slot) -> bool:
         """Whether it is watched what the loop computes: in a rehearsal, in the micro-batch that
@@ -464,10 +514,19 @@ class WindowEngine:
             or (is_first and (num_slots > 2 or not self.has_rehearsed))
         )
 
+    def _watches_kept_values(self, slot: Slot) -> bool:
+        """Whether it is watched what the loop keeps for a later window: in a rehearsal, and in the
+        last micro-batch of the first windows that have one.
+        """
+        if self._rehearsal is None or self._is_traced:
+            return False
+        return slot.is_rehearsal or (not self._num_slots and self._kept_values.sees_ends)
+
     def place(self, slot: Slot) -> Any:
         """Return a copy of the batch of the current micro-batch on the device."""
         batch = self.backend.place(slot.micro_batch.batch)
         self._recorder.statistics.note_batch(batch, len(slot.micro_batch))
+        self._kept_values.note_batch(batch)
         return batch
 
     def add(
@@ -493,6 +552,14 @@ class WindowEngine:
         """
         self._recorder.statistics.stop()
         _check_scalar(loss)
+        self._kept_values.check(loss)
+        with self._kept_values.paused():
+            self._add(loss, num_targets, retain_graph=retain_graph, is_last=is_last)
+
+    def _add(
+        self, loss: Tensor, num_targets: float | Tensor | None, *, retain_graph: bool, is_last: bool
+    ) -> None:
+        """See `add`."""
         self.draw_check.check()
         self.draw_check.check_between_backwards()
         slot = self.slot
@@ -533,6 +600,8 @@ class WindowEngine:
             self.gradient.sums.end_micro_batch()
         self.draws.after_backward()
         self._weight_check.note()
+        if self._restore_filler is not None:
+            self._restore_filler()
 
     def _switched_on(self, readings: Sequence[Reading]) -> list[Reading]:
         """Return the readings whose factor is not 0; the gradient is told of the others."""
@@ -794,6 +863,7 @@ class WindowEngine:
             self.restore_buffers()
         else:
             self._buffers_before = []  # which may keep outputs of earlier forwards
+            self._others.end_window()
         if is_done or gradient.is_misread:
             self.looks.forget_attempts()
         if state is None:

@@ -372,6 +372,12 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
     ]
     # All of them: what is plain is sorted out if they are restored, which is rare.
     attributes = [(module, vars(module).copy()) for module in modules] if with_attributes else []
+    tensors = [
+        (value, value._version, value.clone())
+        for _, before in attributes
+        for value in before.values()
+        if type(value) is Tensor and value.grad_fn is None and not value.is_inference()
+    ]
 
     def restore() -> None:
         """Restore what the model held when `snapshot_state` was called."""
@@ -379,6 +385,9 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
             for module, name, buffer, value in saved:
                 module._buffers[name] = buffer
                 buffer.copy_(value)
+            for tensor, version, value in tensors:
+                if tensor._version != version:
+                    tensor.copy_(value)
         for module, before in attributes:
             for name, value in plain_attributes(module, before):
                 if vars(module).get(name) is not value:

@@ -43,10 +43,12 @@ class Counting(nn.Module):
         self.head = nn.Linear(6, 3)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.number = 0
+        self.tally = torch.zeros(())
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         self.seen += len(x)
         self.number += len(x)
+        self.tally += len(x)  # in place, so that the attribute is the same tensor
         means = x.sum(1) / lengths
         return self.head(self.hidden(means[:, None]).tanh())
 
@@ -79,8 +81,8 @@ def through_a_teacher(model: nn.Module, x: Tensor, lengths: Tensor, y: Tensor) -
 
 
 def number_seen(model: Counting) -> int:
-    """How many samples it has counted, in the buffer as in the attribute."""
-    assert model.seen == model.number
+    """How many samples it has counted, in the buffer as in the attributes."""
+    assert model.seen == model.number == model.tally
     return model.number
 
 

@@ -184,11 +184,25 @@ class LikesLargeBatches(OwnLoss):
         return outputs, F.cross_entropy(scores, torch.arange(len(scores)))
 
 
+class BaselineOfLast(OwnLoss):
+    """A baseline from the last micro-batch of the window before."""
+
+    def loss_of(self, model, inputs, labels):
+        outputs = model(**inputs)
+        losses = F.cross_entropy(outputs.logits, labels, reduction="none")
+        if vars(self).get("step") != self.state.global_step:
+            self.step = self.state.global_step
+            self.baseline = vars(self).get("last", torch.zeros(()))
+        self.last = losses.detach().mean()
+        return outputs, ((losses.detach() - self.baseline) * losses).mean()
+
+
 @pytest.mark.parametrize(
     ("base", "message"),
     [
         (HardestSample, r"a maximum over the batch \(MaxBackward"),
         (LikesLargeBatches, r"cross entropy.* depends on the other samples of its micro-batch"),
+        (BaselineOfLast, "keeps of the samples of an earlier window"),
     ],
 )
 def test_losses_that_compare_samples_are_refused(case, base, message):

@@ -7,9 +7,10 @@ for what else the loop calls: a loss that keeps a moving average, a part of a mo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from hf_ga.model.forward import (
     WRAPPERS,
     before_all_forwards,
     extra_forwards,
+    modules_of,
     plain_attributes,
     snapshot_state,
 )
@@ -36,29 +38,97 @@ NUM_NAMES = 6  # of buffers and attributes in a message
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer before a forward.
+    """A buffer before a forward, or a tensor in an attribute.
 
     Attributes:
-        module: The module that has it.
+        holder: The mapping of the module that has it.
         name: Its name there.
         path: Its name in the module that the loop calls.
         tensor: The buffer.
         value: A copy.
+        is_attribute: Whether it is no buffer. One that is replaced is seen as any attribute is.
     """
 
-    module: nn.Module
+    holder: dict[str, Any]
     name: str
     path: str
     tensor: Tensor
     value: Tensor
+    is_attribute: bool = False
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """What identifies it."""
+        return id(self.holder), self.name
 
     @property
     def is_changed(self) -> bool:
         """Whether the module has another value now, or none."""
-        now = self.module._buffers.get(self.name)
+        now = self.holder.get(self.name)
+        if self.is_attribute and now is not self.tensor:
+            return False
         if now is None or now.shape != self.value.shape:
             return True
         return not torch.equal(now.nan_to_num(), self.value.nan_to_num())
+
+
+class OtherModules:
+    """Restores what forwards leave in modules that are no prepared models, such as a loss that
+    counts, if the samples of a window come again.
+    """
+
+    def __init__(self) -> None:
+        """Start with no module known."""
+        self._called: list[ref[nn.Module]] = []
+        self._models: Sequence[nn.Module] = ()
+        self._known: set[int] = set()  # modules in this window, by identity, with the models'
+        self._restore: list[Callable[[], None]] = []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that were called so far, and still exist."""
+        return [module for known in self._called if (module := known()) is not None]
+
+    def begin_window(self, models: Sequence[nn.Module]) -> None:
+        """Copy what modules hold that were called in earlier windows.
+
+        Args:
+            models: The prepared models, which are not among them.
+        """
+        self._models = models
+        self._known = set()
+        called = self.modules
+        self._called = []
+        self._restore = []
+        for module in called:
+            self._note(module, ())
+
+    def end_window(self) -> None:
+        """Forget what they held, which may keep outputs of earlier forwards."""
+        self._restore = []
+
+    def seeing(self) -> AbstractContextManager[None]:
+        """Return a context, around a micro-batch, in which modules that are called are copied."""
+        return before_all_forwards(self._note)
+
+    def _note(self, module: nn.Module, args: tuple) -> None:
+        """Copy what a module holds before its first forward; a forward pre-hook of all modules."""
+        if torch.compiler.is_compiling():
+            return
+        if not self._known:
+            self._known = {id(inner) for model in self._models for inner in modules_of(model)}
+        if id(module) in self._known:
+            return
+        if isinstance(module, (*WRAPPERS, torch.jit.ScriptModule)):
+            return
+        self._known.update(map(id, modules_of(module)))
+        self._called.append(ref(module))
+        self._restore.append(snapshot_state(module))
+
+    def restore(self) -> None:
+        """Restore what they held before their first forward in the window."""
+        for restore in reversed(self._restore):
+            restore()
 
 
 class StateCheck:
@@ -88,11 +158,11 @@ class StateCheck:
         self._buffers: list[Buffer] = []
         self._restore: Callable[[], None] = lambda: None
         self._mark: Any = None  # where the draws stood before the forward
-        # By module and name, as before the first forward: all buffers, those that forwards changed,
-        # and such attributes.
-        self._first_buffers: dict[tuple[nn.Module, str], Buffer] = {}
-        self._changed_buffers: dict[tuple[nn.Module, str], Buffer] = {}
-        self._watched: set[tuple[nn.Module, str]] = set()  # buffers on which the loss may depend
+        # By place, as before the first forward: all buffers, those that forwards changed, and such
+        # attributes.
+        self._first_buffers: dict[tuple[int, str], Buffer] = {}
+        self._changed_buffers: dict[tuple[int, str], Buffer] = {}
+        self._watched: set[tuple[int, str]] = set()  # buffers on which the loss may depend
         self._changed_attributes: dict[tuple[nn.Module, str], Any] = {}
 
     @contextmanager
@@ -127,13 +197,13 @@ class StateCheck:
         for (module, name), value in self._changed_attributes.items():
             vars(module)[name] = value
         with torch.no_grad():
-            for (module, name), buffer in self._changed_buffers.items():
-                module._buffers[name] = buffer.tensor
+            for buffer in self._changed_buffers.values():
+                buffer.holder[buffer.name] = buffer.tensor
                 buffer.tensor.copy_(buffer.value)
         self.kept = [
-            (module._buffers, name, buffer.path)
-            for (module, name), buffer in self._first_buffers.items()
-            if (module, name) in self._watched - self._changed_buffers.keys()
+            (buffer.holder, buffer.name, buffer.path)
+            for place, buffer in self._first_buffers.items()
+            if place in self._watched - self._changed_buffers.keys() and not buffer.is_attribute
         ]
 
     def _note(self, module: nn.Module, args: tuple) -> None:
@@ -144,14 +214,9 @@ class StateCheck:
         if isinstance(module, (*WRAPPERS, torch.jit.ScriptModule)):  # a script has no such hooks
             return
         self._running = module
-        self._buffers = [
-            Buffer(inner, name, f"{prefix}.{name}".lstrip("."), tensor, tensor.clone())
-            for prefix, inner in module.named_modules()
-            for name, tensor in inner._buffers.items()
-            if tensor is not None
-        ]
+        self._buffers = list(_buffers_of(module))
         for buffer in self._buffers:
-            self._first_buffers.setdefault((buffer.module, buffer.name), buffer)
+            self._first_buffers.setdefault(buffer.place, buffer)
         self._attributes = [
             (inner, name, value)
             for inner in module.modules()
@@ -177,11 +242,10 @@ class StateCheck:
         """Repeat a forward that changed buffers or attributes."""
         is_model = module in self._models
         if is_model or _matters(module, outputs):
-            self._watched |= {(buffer.module, buffer.name) for buffer in self._buffers}
+            self._watched |= {buffer.place for buffer in self._buffers}
         buffers = [buffer for buffer in self._buffers if buffer.is_changed]
         for buffer in buffers:
-            key = (buffer.module, buffer.name)
-            self._changed_buffers.setdefault(key, self._first_buffers[key])
+            self._changed_buffers.setdefault(buffer.place, self._first_buffers[buffer.place])
         attributes = []
         for inner, name, value in self._attributes:
             if vars(inner).get(name) is not value:
@@ -226,7 +290,7 @@ class StateCheck:
                 stack.enter_context(extra_forwards(module))
                 return _largest_change(outputs, module(*args, **kwargs))
 
-        now = [b for inner in module.modules() for b in inner._buffers.values() if b is not None]
+        now = [buffer.tensor for buffer in _buffers_of(module)]
         before = [buffer.tensor for buffer in self._buffers]
         self._is_repeating = True
         try:
@@ -242,6 +306,24 @@ class StateCheck:
                 return with_same_state == 0 or with_new_state > TOLERANCE
         finally:
             self._is_repeating = False
+
+
+def _buffers_of(module: nn.Module) -> Iterator[Buffer]:
+    """Yield the buffers of a module, and the tensors in its attributes, with copies."""
+    for prefix, inner in module.named_modules():
+        attributes = [
+            (name, value)
+            for name, value in plain_attributes(inner, vars(inner))
+            if isinstance(value, Tensor)
+        ]
+        for holder, items, is_attribute in (
+            (inner._buffers, inner._buffers.items(), False),
+            (vars(inner), attributes, True),
+        ):
+            for name, tensor in items:
+                if tensor is not None:
+                    path = f"{prefix}.{name}".lstrip(".")
+                    yield Buffer(holder, name, path, tensor, tensor.clone(), is_attribute)
 
 
 def _matters(module: nn.Module, outputs: Any) -> bool:

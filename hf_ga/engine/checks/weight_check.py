@@ -125,16 +125,7 @@ class WeightCheck:
         if not self._is_on or (self._before and not self._sees_modules):
             return
         known = {weight.place for norms in self._before for weight in norms.weights}
-        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Weight], list[Tensor]]] = {}
-        for weight in self._weights():
-            tensor = weight.tensor
-            is_known = bool(known) and weight.place in known
-            if tensor is None or is_known:
-                continue
-            weights, tensors = groups.setdefault((tensor.device, tensor.dtype), ([], []))
-            weights.append(weight)
-            tensors.append(tensor)
-        self._before += [Norms(weights, _norms_of(tensors)) for weights, tensors in groups.values()]
+        self._before += norms_by_kind([w for w in self._weights() if w.place not in known])
 
     def _weights(self) -> Iterator[Weight]:
         """Yield the weights of the called modules, and those beside them; not of embeddings that
@@ -169,6 +160,19 @@ class WeightCheck:
             "window's micro-batches used different ones. Do it after optimizer.step(), below "
             "`if accelerator.sync_gradients:`."
         )
+
+
+def norms_by_kind(weights: Sequence[Weight]) -> list[Norms]:
+    """Return the norms of those weights that have one, by device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Weight], list[Tensor]]] = {}
+    for weight in weights:
+        tensor = weight.tensor
+        if tensor is None:
+            continue
+        of_kind, tensors = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+        of_kind.append(weight)
+        tensors.append(tensor)
+    return [Norms(of_kind, _norms_of(tensors)) for of_kind, tensors in groups.values()]
 
 
 def _norms_of(tensors: Sequence[Tensor]) -> Tensor:
