@@ -375,6 +375,7 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
     tensors = [
         (value, value._version, value.clone())
         for _, before in attributes
+        if Tensor in map(type, before.values())  # few modules have one, and this is fast
         for value in before.values()
         if type(value) is Tensor and value.grad_fn is None and not value.is_inference()
     ]
