@@ -29,10 +29,10 @@ def _fresh_states():
     reset_states()
 
 
-def gradient(model, loss_of, widths):
+def gradient(model, loss_of):
     """Of micro-batches of three samples in different widths, whose draws are keyed."""
     draws = KeyedDraws()
-    for index, width in enumerate(widths):
+    for index, width in enumerate(WIDTHS):
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(h.VOCABULARY, (3, width), generator=generator)
         with draws.scope():
@@ -41,12 +41,12 @@ def gradient(model, loss_of, widths):
     return h.gradients(model)
 
 
-def check(build, compile_it, loss_of, widths=WIDTHS):
-    expected = gradient(build(0.1), loss_of, widths)
+def check(build, compile_it, loss_of):
+    expected = gradient(build(0.1), loss_of)
     model = build(0.1)
     compile_it(model)
-    assert h.relative_error(gradient(model, loss_of, widths), expected) < 1e-6
-    without_dropout = gradient(build(0.0), loss_of, widths)
+    assert h.relative_error(gradient(model, loss_of), expected) < 1e-6
+    without_dropout = gradient(build(0.0), loss_of)
     assert h.relative_error(without_dropout, expected) > 1e-2  # the control
 
 
@@ -71,12 +71,11 @@ def test_a_teacher_in_evaluation_mode_may_be_one_graph():
 
 
 def test_compiled_layers_draw_what_eager_ones_draw():
-    """With "eager", and in several widths: rows/test_compiled_dropout.py."""
+    """With "eager": rows/test_compiled_dropout.py."""
     check(
         h.gpt2,
         lambda model: hf_ga.compile_layers(model, backend="aot_eager"),
         lambda model, ids: model(input_ids=ids, labels=ids).loss,
-        widths=[5, 5],
     )
 
 
