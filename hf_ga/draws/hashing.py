@@ -1,9 +1,9 @@
 """The 64-bit hash from which sample order, dropout masks and data seeds are drawn.
 
 `mix` is the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-generators"; constants of Stafford's variant 13). It is implemented for Python integers and for
-int64 tensors: integer arithmetic modulo 2**64 gives the same bits on every device, platform and
-version, which a library's random generator does not guarantee.
+generators"; constants of Stafford's variant 13). It is implemented for Python integers, for arrays
+of numpy and for int64 tensors: integer arithmetic modulo 2**64 gives the same bits on every device,
+platform and version, which a library's random generator does not guarantee.
 """
 
 import enum
@@ -11,7 +11,6 @@ import enum
 import numpy as np
 from torch import Tensor
 
-Integers = int | np.ndarray
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -30,6 +29,10 @@ def signed(value: int) -> int:
 SIGNED_GOLDEN = signed(GOLDEN)
 SIGNED_MULTIPLIER_1 = signed(MULTIPLIER_1)
 SIGNED_MULTIPLIER_2 = signed(MULTIPLIER_2)
+# And for numpy, which takes longer with numbers of Python.
+NUMPY_GOLDEN, NUMPY_MULTIPLIER_1, NUMPY_MULTIPLIER_2, NUMPY_27, NUMPY_30, NUMPY_31 = map(
+    np.uint64, (GOLDEN, MULTIPLIER_1, MULTIPLIER_2, 27, 30, 31)
+)
 
 
 class Purpose(enum.IntEnum):
@@ -45,9 +48,9 @@ class Purpose(enum.IntEnum):
     BUFFER = 6  # which sample leaves a shuffle buffer; opening a stream
 
 
-def mix(value: Integers) -> Integers:
+def mix(value: int) -> int:
     """Hash a 64-bit integer to another (the finaliser of splitmix64), to draw the order of samples
-    and dropout masks. Different integers have different hashes. Those of an array are hashed each.
+    and dropout masks. Different integers have different hashes.
     """
     value &= MASK64
     value = ((value ^ (value >> 30)) * MULTIPLIER_1) & MASK64
@@ -80,10 +83,9 @@ def mixed(values: Tensor) -> Tensor:
     return mix_in_place(values + SIGNED_GOLDEN)
 
 
-def fold_in(*parts: Integers) -> Integers:
+def fold_in(*parts: int) -> int:
     """Hash integers such as (purpose, seed, epoch, sample) to a 64-bit random key, for the order of
-    samples, random transforms and dropout. The key depends on the order of the integers. An array
-    (uint64) among them gives an array of keys.
+    samples, random transforms and dropout. The key depends on the order of the integers.
 
     >>> fold_in(1, 2) == fold_in(2, 1)
     False
@@ -92,3 +94,19 @@ def fold_in(*parts: Integers) -> Integers:
     for part in parts:
         key = mix((key ^ (part & MASK64)) + GOLDEN)
     return key
+
+
+def fold_in_each(key: int, values: np.ndarray) -> np.ndarray:
+    """Return the keys that `fold_in(*parts, value)` gives for each of some integers.
+
+    Args:
+        key: `fold_in(*parts)`, or 0 without parts.
+        values: Integers of 64 bits.
+
+    Returns:
+        uint64, of the shape of `values`.
+    """
+    hashes = (values.astype(np.uint64) ^ np.uint64(key)) + NUMPY_GOLDEN
+    hashes = (hashes ^ (hashes >> NUMPY_30)) * NUMPY_MULTIPLIER_1
+    hashes = (hashes ^ (hashes >> NUMPY_27)) * NUMPY_MULTIPLIER_2
+    return hashes ^ (hashes >> NUMPY_31)

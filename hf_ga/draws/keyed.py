@@ -23,7 +23,7 @@ from hf_ga.draws.draw import Draw, cached_key
 from hf_ga.draws.dropout.dropout_functions import dropped_attention
 from hf_ga.draws.dropout.dropout_site import DropoutSite
 from hf_ga.draws.dropout.masks import apply_dropout_mask, drop
-from hf_ga.draws.hashing import fold_in
+from hf_ga.draws.hashing import fold_in_each
 from hf_ga.draws.refusal import NotKeyed, user_code
 from hf_ga.draws.replacements import REPLACEMENTS, Replacement
 from hf_ga.draws.sample_dims import SampleDims
@@ -164,7 +164,7 @@ class KeyedDraws:
         """
         # On the host, a GPU runs no kernels for it.
         unmixed = torch.cat([keys, window_key]).cpu().numpy().view(np.uint64)
-        mixed = torch.from_numpy(fold_in(unmixed).view(np.int64))
+        mixed = torch.from_numpy(fold_in_each(0, unmixed).view(np.int64))
         mixed = mixed.to(device or keys.device, non_blocking=True)
         self._micro_batch = MicroBatch(mixed[:-1], mixed[-1:], self.first_draw)
         self.mask_source = None

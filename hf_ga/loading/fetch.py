@@ -17,7 +17,7 @@ from hf_ga.draws.generators import (
     random_states,
     seed_generators,
 )
-from hf_ga.draws.hashing import Purpose, fold_in
+from hf_ga.draws.hashing import Purpose, fold_in, fold_in_each
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.loading.batches import as_batch, equal_batches, take_rows
 from hf_ga.loading.entries import Entries, put_together
@@ -134,8 +134,8 @@ class Fetcher:
             request: The plan of the window.
             offsets: Offsets in the window of the samples to fetch.
         """
-        positions = request.positions[offsets].astype(np.uint64)
-        keys = fold_in(Purpose.SAMPLE, request.seed, request.epoch, positions)
+        key = fold_in(Purpose.SAMPLE, request.seed, request.epoch)
+        keys = fold_in_each(key, request.positions[offsets])
         samples = []
         for key, sample_id in zip(keys.tolist(), request.sample_ids[offsets].tolist(), strict=True):
             seed_generators(key)

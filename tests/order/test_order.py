@@ -12,7 +12,16 @@ from hash_oracle import SIGMAS, oracle_key, splitmix64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ga.draws.hashing import MASK64, Purpose, fold_in, mix, mix_in_place, mixed, signed
+from hf_ga.draws.hashing import (
+    MASK64,
+    Purpose,
+    fold_in,
+    fold_in_each,
+    mix,
+    mix_in_place,
+    mixed,
+    signed,
+)
 from hf_ga.order.order import epoch_order
 
 Order = Callable[[int, int, int], np.ndarray]  # (number of samples, seed, epoch) -> order
@@ -43,10 +52,10 @@ def test_hash_of_arrays_equals_hash_of_integers(parts, values):
     """
     key = oracle_key(*parts)
     assert fold_in(*parts) == key
+    expected = [oracle_key(*parts, value) for value in values]
+    assert fold_in_each(key, np.array(values)).tolist() == expected
     tensor = torch.tensor(values)
-    assert [v & MASK64 for v in mixed(tensor ^ signed(key)).tolist()] == [
-        oracle_key(*parts, value) for value in values
-    ]
+    assert [v & MASK64 for v in mixed(tensor ^ signed(key)).tolist()] == expected
     assert mixed(tensor) is not tensor and tensor.tolist() == values, (
         "mixed must not change its argument"
     )

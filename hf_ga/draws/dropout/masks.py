@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from hf_ga.draws.hashing import Purpose, fold_in, mixed, signed
+from hf_ga.draws.hashing import Purpose, fold_in, fold_in_each, mixed, signed
 
 # Odd 32-bit multipliers with well-spread bits (Wellons 2018, "Prospecting for hash functions", the
 # `lowbias32` pair).
@@ -38,7 +38,7 @@ def sample_keys(seed: int, epoch: int, positions: np.ndarray) -> Tensor:
     Returns:
         int64, shape (samples,), on the CPU.
     """
-    keys = fold_in(Purpose.DROPOUT, seed, epoch, np.array(positions, np.uint64))
+    keys = fold_in_each(fold_in(Purpose.DROPOUT, seed, epoch), np.asarray(positions))
     return torch.from_numpy(keys.view(np.int64))
 
 
