@@ -48,7 +48,7 @@ from hf_ga.finetuning.run.results.report import (
     print_fact,
     print_results,
 )
-from hf_ga.finetuning.run.results.saving import resume
+from hf_ga.finetuning.run.results.saving import forget_other_best, resume
 from hf_ga.finetuning.run.run import Progress, Run, Setup
 from hf_ga.finetuning.run.train_windows import padding_ratio, planned_lengths
 from hf_ga.loading.memory import is_out_of_memory
@@ -180,6 +180,7 @@ def _train(setup: Setup) -> dict[str, Any]:
     call_on_main(accelerator, prepare_output_dir, config, checkpoint)
     call_on_main(accelerator, start_trackers, accelerator, config, is_resumed)
     if checkpoint:
+        forget_other_best(run, progress, checkpoint)
         metrics = run.output_dir / "metrics.jsonl"
         change = describe_world_change(metrics, progress.step, accelerator.num_processes)
         if change is not None:

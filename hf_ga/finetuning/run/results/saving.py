@@ -66,8 +66,8 @@ def resume(run: Run, folder: Path) -> Progress:
     must call it.
 
     With `resume_with_changes`, settings or data that differ from the checkpoint's are printed and
-    recorded in `Progress.changes`. If the metric of the best model depends on one of them, or
-    `best/` is not of the checkpoint, the best metric so far is forgotten.
+    recorded in `Progress.changes`. If the metric of the best model depends on one of them, the best
+    metric so far is forgotten.
 
     Args:
         run: The run, as it was built from its configuration; updated.
@@ -104,11 +104,6 @@ def resume(run: Run, folder: Path) -> Progress:
         _apply_changed_settings(run, progress, changes, configured_groups)
     else:
         run.scheduler.load_state_dict(state["scheduler"])
-    # A model that was saved after the checkpoint is of steps that are made again.
-    best = run.output_dir / "best"
-    is_of_checkpoint = best.exists() and best.stat().st_mtime <= folder.stat().st_mtime
-    if not broadcast_from_main(run.accelerator, is_of_checkpoint):
-        progress.best_metric = None
     if _AFFECTS_METRIC & changes.keys():
         progress.best_metric = None
         progress.evaluations_since_best = 0
@@ -123,6 +118,21 @@ def _differences(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, st
         for name, value in current.items()
         if saved.get(name) != value
     }
+
+
+def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:
+    """Reset the best metric of a run that is resumed if `best/` is missing, or was saved after the
+    checkpoint, in steps that are made again. All processes must call it.
+
+    Args:
+        run: The run.
+        progress: How far it came; updated.
+        checkpoint: The checkpoint that it resumes from.
+    """
+    best = run.output_dir / "best"
+    is_valid = best.exists() and best.stat().st_mtime <= checkpoint.stat().st_mtime
+    if not broadcast_from_main(run.accelerator, is_valid):
+        progress.best_metric = None
 
 
 def _changes(
