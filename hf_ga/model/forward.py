@@ -365,7 +365,7 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
     """
     modules = modules_of(model)
     saved = [
-        (module, name, buffer, buffer.clone())
+        (module, name, buffer, buffer.clone() if is_ordinary(buffer) else None)
         for module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None
@@ -377,7 +377,7 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
         for _, before in attributes
         if Tensor in map(type, before.values())  # few modules have one, and this is fast
         for value in before.values()
-        if type(value) is Tensor and value.grad_fn is None and not value.is_inference()
+        if type(value) is Tensor and value.grad_fn is None and is_ordinary(value)
     ]
 
     def restore() -> None:
@@ -385,7 +385,8 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
         with torch.no_grad():
             for module, name, buffer, value in saved:
                 module._buffers[name] = buffer
-                buffer.copy_(value)
+                if value is not None:
+                    buffer.copy_(value)
             for tensor, version, value in tensors:
                 if tensor._version != version:
                     tensor.copy_(value)
@@ -395,6 +396,21 @@ def snapshot_state(model: nn.Module, *, with_attributes: bool = True) -> Callabl
                     vars(module)[name] = value
 
     return restore
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is of a kind that forwards may change in place. Torch cannot compare others:
+    sparse, nested, quantised ones, those that repeat an element, or without values.
+    """
+    return not (
+        tensor.layout != torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_meta
+        or tensor.is_inference()
+        or (tensor.itemsize == 1 and tensor.is_floating_point())  # float8
+        or torch._debug_has_internal_overlap(tensor) == 1
+    )
 
 
 def plain_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -24,6 +24,11 @@ from hf_ga.model.forward import force_eager
 from hf_ga.model.outputs import named_tensors
 
 NUM_WINDOWS = 2  # at whose end it is noted what the loop computes
+# Functions that give a tensor the type or the shape of others, and none of their values.
+LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
+# Functions that change a tensor in place, to what does not depend on its value before.
+OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_"}
+IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
 class KeptValues:
@@ -31,20 +36,22 @@ class KeptValues:
 
     def __init__(self) -> None:
         """Start with no tensor known."""
-        self._window: Hashable = None
+        self._window: tuple[int, int] | None = None
         self._num_windows = 0
         self._known: dict[int, tuple[StorageWeakRef, Hashable]] = {}  # by the storage's address
         self._batches: list[int] = []  # storages of the samples themselves
         self._is_on = False
 
-    def begin_window(self, window: Hashable, *, is_rehearsed: bool) -> None:
+    def begin_window(self, window: tuple[int, int], *, is_rehearsed: bool) -> None:
         """Begin a micro-batch of a window, of another one or of the same one.
 
         Args:
-            window: What tells the window from others.
+            window: The epoch, and what tells the window from others of the epoch.
             is_rehearsed: Whether it is rehearsed. After one that is not, nothing is known.
         """
         if window != self._window:  # a loop may give batches again, as itertools.cycle does
+            if self._window is not None and window[0] != self._window[0]:
+                self._known = {}  # an epoch later, a sample has what is kept of itself
             for key in self._batches:
                 self._known.pop(key, None)
             self._batches = []
@@ -124,38 +131,44 @@ class KeptValues:
         name = getattr(function, "__name__", "")
         if not self._is_on or not self._known or name in CONSTANTS:
             return
-        windows = {self._window_of(tensor) for tensor in _tensors([*args, *kwargs.values()])}
-        windows.discard(None)
-        if not windows:
-            return
+        out = list(_tensors([kwargs.get("out")]))
+        is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        changed = out or list(_tensors(args[: int(is_in_place)]))
+        read = list(_tensors(args[:1] if name in LIKE else [*args, *kwargs.values()]))
+        if out or name in OVERWRITES or _sets_all(name, args):
+            whole = [tensor for tensor in changed if _is_whole(tensor)]
+            read = [tensor for tensor in read if all(tensor is not other for other in whole)]
+        windows = {self._window_of(tensor) for tensor in read} - {None}
         earlier = windows - {self._window}
-        window = next(iter(earlier)) if earlier else self._window
-        is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        for tensor in _tensors([*args[:1], result] if is_in_place else [result]):
+        window = next(iter(earlier), self._window) if windows else None
+        # A view of a constant, such as the row of a table for a label, is constant, too.
+        known = {_key_of(tensor) for tensor in _tensors([*args, *kwargs.values()])}
+        new = [tensor for tensor in _tensors([result]) if _key_of(tensor) not in known]
+        for tensor in [*changed, *new]:
             self._set(tensor, window)
 
     def _set(self, tensor: Tensor, window: Hashable) -> None:
-        """Note of which window a tensor is computed; not of weights, which all windows change."""
+        """Note of which window a tensor is computed, or that it is of none; not of weights, which
+        all windows change.
+        """
         storage = None if isinstance(tensor, nn.Parameter) else _storage_of(tensor)
         if storage is not None:
-            reference = StorageWeakRef(storage)
-            self._known[reference.cdata] = (reference, window)
+            self._known.pop(storage._cdata, None)
+            if window is not None:
+                reference = StorageWeakRef(storage)
+                self._known[reference.cdata] = (reference, window)
 
     def _window_of(self, tensor: Tensor) -> Hashable:
         """Return the window of which a tensor is computed; None if it is of none."""
-        storage = _storage_of(tensor)
-        if storage is None:
-            return None
-        _, window = self._known.get(storage._cdata, (None, None))
+        _, window = self._known.get(_key_of(tensor), (None, None))
         return window
 
     def _forget_state(self, module: nn.Module, args: tuple, outputs: Any) -> None:
         """Forget what a forward left in its module; a forward hook of all modules."""
         with self.paused():
             for value in (*module._buffers.values(), *vars(module).values()):
-                storage = _storage_of(value) if isinstance(value, Tensor) else None
-                if storage is not None and value.grad_fn is None:
-                    self._known.pop(storage._cdata, None)
+                if isinstance(value, Tensor) and value.grad_fn is None:
+                    self._set(value, None)
 
 
 class _Noting(TorchFunctionMode):
@@ -186,6 +199,25 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def _key_of(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's storage; None if it has none."""
+    storage = _storage_of(tensor)
+    return None if storage is None else storage._cdata
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor has all of its storage."""
+    storage = _storage_of(tensor)
+    return storage is not None and tensor.numel() * tensor.itemsize == storage.nbytes()
+
+
+def _sets_all(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call is `tensor[:] = value` or `tensor[...] = value`."""
+    if name != "__setitem__":
+        return False
+    return args[1] is Ellipsis or (isinstance(args[1], slice) and args[1] == slice(None))
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

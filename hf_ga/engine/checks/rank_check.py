@@ -2,6 +2,7 @@
 experts that each rank computes from its own samples, a teacher with weights of another seed.
 """
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +13,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.model.forward import unwrapped
 
 NUM_NAMES = 4  # of weights in a message
+ROUNDING = 1e-5  # relative, of norms that were computed on other hardware
 NormsByName = Mapping[str, Sequence[float]]
 
 
@@ -51,7 +53,8 @@ def digest(norms: NormsByName) -> float:
 
 
 def check_ranks(of_ranks: Sequence[NormsByName | None]) -> None:
-    """Check that weights of one name have the same norms on all ranks that have as many of them.
+    """Check that weights of one name have the same norms on all ranks that have as many of them,
+    but for rounding.
 
     Args:
         of_ranks: The `norms_by_name` of each rank.
@@ -65,7 +68,7 @@ def check_ranks(of_ranks: Sequence[NormsByName | None]) -> None:
         name
         for name, values in first.items()
         for other in known[1:]
-        if len(other.get(name, ())) == len(values) and other[name] != values
+        if len(other.get(name, ())) == len(values) and not all(map(_is_close, other[name], values))
     ]
     if differing:
         names = ", ".join(dict.fromkeys(differing[:NUM_NAMES]))
@@ -75,3 +78,8 @@ def check_ranks(of_ranks: Sequence[NormsByName | None]) -> None:
             "a balance or a normalisation is computed from (accelerator.reduce(total)), and "
             "initialise modules that are not prepared with the same seed."
         )
+
+
+def _is_close(first: float, second: float) -> bool:
+    """Whether two norms differ by rounding only."""
+    return math.isclose(first, second, rel_tol=ROUNDING)

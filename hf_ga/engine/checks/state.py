@@ -22,6 +22,7 @@ from hf_ga.model.forward import (
     WRAPPERS,
     before_all_forwards,
     extra_forwards,
+    is_ordinary,
     modules_of,
     plain_attributes,
     snapshot_state,
@@ -321,7 +322,7 @@ def _buffers_of(module: nn.Module) -> Iterator[Buffer]:
             (vars(inner), attributes, True),
         ):
             for name, tensor in items:
-                if tensor is not None:
+                if tensor is not None and is_ordinary(tensor):
                     path = f"{prefix}.{name}".lstrip(".")
                     yield Buffer(holder, name, path, tensor, tensor.clone(), is_attribute)
 
