@@ -325,6 +325,10 @@ CASES = {
         f"{ANSWER} --streaming --max_steps 2",
         ["streaming applies to the task causal-lm", "not question-answering"],
     ),
+    "stream of a corpus in the order of its labels": (
+        f"{CLASSIFY} --streaming --max_steps 2 --dataset_name stdlib",
+        ["streaming does not support", "stdlib"],
+    ),
     "stream in blocks": (
         "--streaming --max_steps 2 --block_size 8",
         ["streaming and block_size exclude each other"],

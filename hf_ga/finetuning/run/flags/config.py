@@ -10,7 +10,7 @@ from typing import Any
 from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.engine.checks.nonfinite import ON_NONFINITE
 from hf_ga.errors import ConfigError
-from hf_ga.finetuning.data.options import DataOptions, option
+from hf_ga.finetuning.data.options import DataOptions, as_list, option
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.flags.config_checks import check_fields, check_one_of, check_output_dir
 from hf_ga.finetuning.run.optimizers import ADAM, OPTIMIZERS, SCHEDULES
@@ -490,6 +490,12 @@ class FinetuneConfig(DataOptions):
             yield (
                 "resize_token_embeddings would evaluate new rows that were never trained: omit it; "
                 "the folder of a trained model has all rows."
+            )
+        is_sorted = "stdlib" in as_list(self.dataset_name)
+        if self.streaming and self.task == "text-classification" and is_sorted:
+            yield (
+                "streaming does not support the embedded corpus stdlib for text-classification, "
+                "as its first rows lack most labels: omit streaming, or name files or a dataset."
             )
         if self.streaming and self.dataloader_num_workers > 1:
             yield (
