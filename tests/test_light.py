@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from not_installed import FINETUNE
@@ -96,6 +97,13 @@ def test_classes_are_where_the_library_looks_for_them():
         assert loaded_class(module, name) == (expected,)
         assert expected.__module__ == module, name
     assert loaded_class("transformers.not_imported", "PreTrainedModel") == ()
+
+
+def test_a_module_that_another_thread_is_importing_has_no_class_yet(monkeypatch):
+    """It is among the modules before its classes are; None blocks its import."""
+    for module in (ModuleType("begun"), None):
+        monkeypatch.setitem(sys.modules, "begun", module)
+        assert loaded_class("begun", "PreTrainedModel") == ()
 
 
 @pytest.mark.slow("imports everything anew")

@@ -16,6 +16,6 @@ def loaded_class(module: str, name: str) -> tuple[type, ...]:
     >>> isinstance(1, loaded_class("fractions", "Fraction"))
     False
     """
-    if module not in sys.modules:
-        return ()
-    return (getattr(sys.modules[module], name),)
+    # Another thread may be importing the module: then the class does not exist yet.
+    found = getattr(sys.modules.get(module), name, None)
+    return () if found is None else (found,)

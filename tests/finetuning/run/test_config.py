@@ -50,6 +50,11 @@ def test_flag_sets_its_field_and_no_other(name):
         assert value != FIELDS[name].default
 
 
+def test_proportions_may_be_numbers_of_tokens():
+    """Only what must be a whole number has a largest value."""
+    FinetuneConfig(dataset_name=["a", "b"], dataset_weights=[2**40, 2**33]).check()
+
+
 def test_truth_values_and_defaults():
     assert parse_config(["--full_determinism"]).full_determinism is True
     assert parse_config(["--full_determinism", "false"]).full_determinism is False

@@ -10,7 +10,7 @@ from typing import Any
 from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.engine.checks.nonfinite import ON_NONFINITE
 from hf_ga.errors import ConfigError
-from hf_ga.finetuning.data.options import DataOptions, option
+from hf_ga.finetuning.data.options import DataOptions, as_list, option
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.flags.config_checks import check_fields, check_one_of, check_output_dir
 from hf_ga.finetuning.run.optimizers import ADAM, OPTIMIZERS, SCHEDULES
@@ -458,11 +458,22 @@ class FinetuneConfig(DataOptions):
                 f"class_weights must be {BALANCED}, or one number above 0 for each class, got "
                 f"{weights!r:.80}."
             )
+        if self.doc_stride is not None and self.doc_stride >= self.max_length:
+            yield (
+                f"doc_stride {self.doc_stride} must be below max_length {self.max_length}: "
+                "neighboring windows of max_length tokens must share fewer tokens."
+            )
         adam_settings = (self.adam_beta1, self.adam_beta2, self.adam_epsilon)
         if self.optim not in ADAM and adam_settings != (0.9, 0.999, 1e-8):
             yield (
                 f"adam_beta1, adam_beta2 and adam_epsilon apply to {', '.join(ADAM)}, not "
                 f"{self.optim}: omit them."
+            )
+        if self.same_bits is not None and self.same_bits > self.per_device_train_batch_size:
+            yield (
+                f"per_device_train_batch_size {self.per_device_train_batch_size} is smaller than "
+                f"one chunk of same_bits {self.same_bits}: set it to at least {self.same_bits}, or "
+                "lower same_bits."
             )
         if self.has_adapters and find_spec("peft") is None:
             yield 'adapters need the package peft: pip install "hf_ga[finetune]".'
@@ -479,6 +490,17 @@ class FinetuneConfig(DataOptions):
             yield (
                 "resize_token_embeddings would evaluate new rows that were never trained: omit it; "
                 "the folder of a trained model has all rows."
+            )
+        is_sorted = "stdlib" in as_list(self.dataset_name)
+        if self.streaming and self.task == "text-classification" and is_sorted:
+            yield (
+                "streaming does not support the embedded corpus stdlib for text-classification, "
+                "as its first rows lack most labels: omit streaming, or name files or a dataset."
+            )
+        if self.streaming and self.dataloader_num_workers > 1:
+            yield (
+                f"streaming does not support dataloader_num_workers {self.dataloader_num_workers}: "
+                "use 1 worker, or 0."
             )
 
     def to_dict(self) -> dict[str, Any]:

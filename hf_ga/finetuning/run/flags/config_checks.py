@@ -75,10 +75,10 @@ def check_fields(config: Any) -> None:
             )
         if value in ("", []) or (isinstance(value, list) and "" in value):
             raise ConfigError(f"{name} is an empty string or list: give a value, or omit it.")
-        usual_minimum = 0 if {int, list[int]}.isdisjoint(allowed_types) else 1
+        is_whole = not {int, list[int]}.isdisjoint(allowed_types)
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not isinstance(number, bool):
-                _check_bounds(name, number, _MINIMUM.get(name, usual_minimum))
+                _check_bounds(name, number, is_whole)
 
 
 def _has_type(value: Any, expected: Any) -> bool:
@@ -93,10 +93,11 @@ def _has_type(value: Any, expected: Any) -> bool:
     return isinstance(value, int | float if expected is float else expected)
 
 
-def _check_bounds(name: str, value: float, minimum: int) -> None:
-    """Raise ConfigError if the value of a numeric flag is out of bounds, not finite, or an int of
-    2^32 or more.
+def _check_bounds(name: str, value: float, is_whole: bool) -> None:
+    """Raise ConfigError if the value of a numeric flag is out of bounds or not finite. That of one
+    that must be whole is below 2^32.
     """
+    minimum = _MINIMUM.get(name, int(is_whole))
     if name in _POSITIVE:
         if not 0 < value < inf:
             raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
@@ -105,7 +106,7 @@ def _check_bounds(name: str, value: float, minimum: int) -> None:
         raise ConfigError(f"{name} must be at least {minimum}{and_finite}, got {value}.")
     if value >= _UPPER_BOUND.get(name, inf):
         raise ConfigError(f"{name} must be below {_UPPER_BOUND[name]}, got {value}.")
-    if isinstance(value, int) and value >= 2**32:
+    if is_whole and value >= 2**32:
         raise ConfigError(f"{name} must be at most {2**32 - 1}, got {value}.")
 
 
