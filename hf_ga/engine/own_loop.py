@@ -241,8 +241,7 @@ class OwnLoop:
         if self._rehearsal is not None:
             self._rehearse(window)
         index = 0
-        draws = self.engine.draws.scope()  # those of the micro-batches replace nothing then
-        with draws, self.engine.gradient.sums.kept_in_grad():
+        with self.engine.draws.scope():  # those of the micro-batches replace nothing then
             while index < len(self._slots):
                 must_rejoin = False
                 try:
