@@ -119,7 +119,7 @@ class OwnLoop:
                     is_empty = not gradient.num_targets
                     if is_empty:  # gradients of 0 would let an optimizer decay weights
                         self._check_no_loss(window)
-                        for parameter in parameters:
+                        for parameter in gradient.parameters:
                             parameter.grad = None
                 num_targets = _as_count(gradient.num_targets)
                 if self.whole_batch is not None and not is_empty:
