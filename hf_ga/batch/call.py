@@ -226,7 +226,7 @@ def _collate_and_agree(
     structure = collated.structure
     if collated.num_samples:
         earlier = memory.axes.get(structure, collated.axes)
-        collated.set_axes(told_apart([collated.padded_lengths, earlier]))
+        collated.set_axes(told_apart([collated.axes, earlier]))
     agreement = agree_on_global_batch(
         backend,
         collated,

@@ -22,29 +22,36 @@ from hf_ga.loading.fetch import Fetcher, WindowRequest
 LABELS = "labels"
 
 
-# Name of an entry with a token dim -> a name of its token axis: that of its first entry.
-Axes = Mapping[str, Hashable]
+# Name of an entry with a token dim -> a name of its token axis, and whether the entry is a marker:
+# whether it shows which positions hold real tokens.
+Axes = Mapping[str, tuple[Hashable, bool]]
 
 
-def told_apart(axes: Sequence[Axes]) -> dict[str, str]:
-    """Return the token axes of entries that have one axis in all of several batches.
+def told_apart(axes: Sequence[Axes]) -> dict[str, tuple[str, bool]]:
+    """Return the token axes of entries that have one axis in all of several batches, each named
+    after its first entry, and which entries are markers in all of them.
 
     Entries of different token sequences (`attention_mask` of the encoder, `labels` of the decoder)
-    may have the same padded length in one batch by chance; another batch tells them apart.
+    may have the same padded length in one batch by chance, and weights of tokens may be zeros and
+    ones as a mask; another batch tells them apart.
 
     Args:
-        axes: For each batch, of this or another call or rank, the axes of the same entries; or
-            their padded lengths.
+        axes: For each batch, of this or another call or rank, the axes of the same entries.
 
-    >>> by_chance = {"attention_mask": 9, "input_ids": 9, "labels": 9}
-    >>> told_apart([by_chance, {"attention_mask": 8, "input_ids": 8, "labels": 5}])
-    {'attention_mask': 'attention_mask', 'input_ids': 'attention_mask', 'labels': 'labels'}
+    >>> by_chance = {"attention_mask": (9, True), "input_ids": (9, False), "labels": (9, True)}
+    >>> other = {"attention_mask": (8, True), "input_ids": (8, False), "labels": (5, True)}
+    >>> for name, axis in told_apart([by_chance, other]).items():
+    ...     print(name, axis)
+    attention_mask ('attention_mask', True)
+    input_ids ('attention_mask', False)
+    labels ('labels', True)
     """
     first_names: dict[Hashable, str] = {}
-    return {
-        name: first_names.setdefault(tuple(of_batch[name] for of_batch in axes), name)
-        for name in axes[0]
-    }
+    result = {}
+    for name in axes[0]:
+        of_batches, are_markers = zip(*(of_batch[name] for of_batch in axes), strict=True)
+        result[name] = (first_names.setdefault(of_batches, name), all(are_markers))
+    return result
 
 
 def _is_marker(name: str, value: Tensor) -> bool:
@@ -77,7 +84,8 @@ class CollatedBatch(Fetcher):
         num_samples: Number of samples; 0 is possible.
         per_sample_names: Names of the entries with one row for each sample.
         padded_lengths: Size of dim 1 of each tensor that has one.
-        axes: The token axis of each of them: entries of one padded length, as far as is known.
+        axes: The token axis of each of them: entries of one padded length, as far as is known;
+            and whether it is a marker.
 
     Raises:
         DataError: If the batch cannot be split into samples.
@@ -97,18 +105,23 @@ class CollatedBatch(Fetcher):
             value = self.batch[name]
             if isinstance(value, Tensor) and value.dim() > 1:
                 self.padded_lengths[name] = value.shape[1]
-        self.set_axes(self.padded_lengths)
+        self.set_axes(
+            {
+                name: (length, _is_marker(name, self.batch[name]))
+                for name, length in self.padded_lengths.items()
+            }
+        )
 
     def set_axes(self, axes: Axes) -> None:
         """Set the token axis of each entry that has one, and find the lengths of samples again."""
         self.axes = axes
         self._lengths_by_axis = {}
-        for axis in dict.fromkeys(axes.values()):
-            names = tuple(name for name in axes if axes[name] == axis)
+        for axis in dict.fromkeys(axis for axis, _ in axes.values()):
+            names = tuple(name for name in axes if axes[name][0] == axis)
             markers = [
                 self.batch[name] != (IGNORED_LABEL if name == LABELS else 0)
                 for name in names
-                if _is_marker(name, self.batch[name])
+                if axes[name][1]
             ]
             if markers:
                 is_token = torch.stack(markers).any(0)

@@ -82,6 +82,11 @@ class OwnLoop:
         """The outputs that a loss of whole windows uses. None for any other loss."""
         return None if self._whole_batch is None else self._whole_batch.used
 
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether ranks wait for each other within forwards, backwards or losses."""
+        return self.engine.backend.is_sharded
+
     def adopt_outputs(self, used: UsedOutputs | None) -> None:
         """Take over what a loss of whole windows uses from another process."""
         if used is not None:
@@ -114,7 +119,7 @@ class OwnLoop:
                     is_empty = not gradient.num_targets
                     if is_empty:  # gradients of 0 would let an optimizer decay weights
                         self._check_no_loss(window)
-                        for parameter in parameters:
+                        for parameter in gradient.parameters:
                             parameter.grad = None
                 num_targets = _as_count(gradient.num_targets)
                 if self.whole_batch is not None and not is_empty:
@@ -142,7 +147,7 @@ class OwnLoop:
                 self._run(window)
             except Exception as error:
                 failure = self.engine.error_to_report(error)
-                if self.engine.backend.is_sharded:  # the other ranks cannot go on without this one
+                if self.waits_for_ranks:  # the other ranks cannot go on without this one
                     raise failure from error
                 self.engine.gradient.failure = failure
             if self.engine.finish(can_repeat=True):
@@ -241,8 +246,7 @@ class OwnLoop:
         if self._rehearsal is not None:
             self._rehearse(window)
         index = 0
-        draws = self.engine.draws.scope()  # those of the micro-batches replace nothing then
-        with draws, self.engine.gradient.sums.kept_in_grad():
+        with self.engine.draws.scope():  # those of the micro-batches replace nothing then
             while index < len(self._slots):
                 must_rejoin = False
                 try:
@@ -289,7 +293,7 @@ class OwnLoop:
             self._run_slot(self._rehearsal, window)
             return
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or self.waits_for_ranks:
                 raise
         # Not in the `except` block, where the traceback still keeps tensors.
         self._rehearsal = None

@@ -14,7 +14,7 @@ overridden:
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_ga.engine.look.choice import is_rehearsed
 from hf_ga.engine.own_loop import OwnLoop
-from hf_ga.engine.slots import Slot
+from hf_ga.engine.slots import Slot, plain_slots
 from hf_ga.engine.whole.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError, DataError
@@ -55,6 +55,10 @@ logger = get_logger(__name__)
 # Attributes of TRL's trainers that compute_loss updates for the log; additional forwards must not
 # change them.
 LOGGED_COUNTERS = ("_metrics", "_total_train_tokens")
+REASON_NOT_TO_SPLIT = (
+    "It is not split on several processes, as compute_loss gathers values of all of them: make "
+    "per_device_train_batch_size smaller (the results stay the same)"
+)
 
 
 class TrainerWindow(OwnLoop):
@@ -88,6 +92,7 @@ class TrainerWindow(OwnLoop):
         self._step: Callable[[dict[str, Any]], Any] | None = None  # Trainer's, on a batch
         self._current: tuple[Tensor, float | None] | None = None  # loss, what it is a sum over
         self._has_pairs = has_pairs(trainer.data_collator)
+        self._has_gathers = False  # whether ranks wait for each other in `compute_loss`
         self._is_scale_checked = False  # whether `backward` has checked its first loss
         self._window_loss = WindowLoss(trainer)
         if trainer.whole_batch:
@@ -155,9 +160,9 @@ class TrainerWindow(OwnLoop):
         """
         trainer = self.trainer
         self._step = step
-        self._counters = {
-            name: deepcopy(vars(trainer)[name]) for name in LOGGED_COUNTERS if name in vars(trainer)
-        }
+        self._counters = deepcopy(self._counters_now())
+        if self._counters:  # as those of TRL, whose losses gather them
+            self._note_gathers()
         self.model = trainer.model_wrapped
         self.engine.speed_ups.is_resumed = trainer.state.global_step > 0
         trainer.model.train()  # for the first pass; Trainer calls it in each training step
@@ -179,6 +184,33 @@ class TrainerWindow(OwnLoop):
     def _mask_request(self, window: Window) -> WindowRequest:
         """Return what keys random draws: `seed`, whereas the order may be keyed by `data_seed`."""
         return replace(window.request, seed=self.trainer.args.seed)
+
+    def gather(self, gather: Callable[..., Any], values: Any) -> Any:
+        """Gather values of all ranks, with the accelerator's function, in `compute_loss`."""
+        self._note_gathers()
+        return gather_uneven(gather, values)
+
+    def _note_gathers(self) -> None:
+        """Note that this rank cannot leave a micro-batch of which others gather values."""
+        backend = self.engine.backend
+        if backend.num_processes > 1:
+            self._has_gathers = True
+            backend.reason_not_to_split = REASON_NOT_TO_SPLIT
+            backend.can_rejoin = False
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether ranks wait for each other within forwards, backwards or losses."""
+        return self._has_gathers or super().waits_for_ranks
+
+    def _counters_now(self) -> dict[str, Any]:
+        """Return what the trainer counts for the log."""
+        attributes = vars(self.trainer)
+        return {name: attributes[name] for name in LOGGED_COUNTERS if name in attributes}
+
+    def _plan_slots(self, window: Window) -> list[Slot]:
+        """Return the micro-batches of a window, as many on all ranks: `compute_loss` may gather."""
+        return plain_slots(window)
 
     def _begin(self, window: Window, parameters: Sequence[nn.Parameter], *, is_due: bool) -> None:
         """Begin a window, with the parameters that the optimizer has beside the model. Windows are
@@ -208,7 +240,10 @@ class TrainerWindow(OwnLoop):
             vars(self.trainer).update(deepcopy(self._counters))
         with self.engine.micro_batch(slot, self._mask_request(window)):
             batch = dict(self.engine.place(slot))
-            with self._own_loss(partial(self._backward, index), index):
+            own_loss = self._own_loss(partial(self._backward, index), index)
+            # So that this rank goes on, and gathers as often as others.
+            together = self.engine.failing_together() if self._has_gathers else nullcontext()
+            with own_loss, together:
                 self._step(batch)
 
     @contextmanager
@@ -472,7 +507,7 @@ class ExactTrainerMixin:
         window = self._window
         if not window.is_last(inputs):
             return torch.zeros((), device=self.args.device)
-        gather = partial(gather_uneven, self.accelerator.gather)
+        gather = partial(window.gather, self.accelerator.gather)
         # So that neither Trainer nor a custom loss divides by the number of steps, or multiplies by
         # that of processes and counts the items of all of them.
         self.current_gradient_accumulation_steps = 1  # Trainer's loop sets it for each window

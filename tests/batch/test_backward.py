@@ -568,11 +568,41 @@ def test_axes_of_one_width_by_chance_are_told_apart():
     memory = vars(model)["_hf_ga_backward"]
     (axes,) = memory.axes.values()
     assert axes == {
-        "attention_mask": "attention_mask",
-        "input_ids": "attention_mask",
-        "labels": "labels",
+        "attention_mask": ("attention_mask", True),
+        "input_ids": ("attention_mask", False),
+        "labels": ("labels", True),
     }
     assert len(memory.states) == 2
+
+
+class OfWeightedTokens(nn.Module):
+    """The squares of scores, weighted; each depends on all tokens, of which none are padding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, input_ids, mask_of_loss):
+        tokens = self.embedding(input_ids)
+        scores = self.head(tokens + tokens.mean(1, keepdim=True)).squeeze(-1)
+        return {"loss": (scores.square() * mask_of_loss).sum(1).mean()}
+
+
+def test_weights_that_are_zeros_and_ones_by_chance_are_no_mask():
+    model = OfWeightedTokens()
+    for step in range(NUM_FIRST_WINDOWS + 2):
+        weights = torch.rand(6, 5)
+        if step > NUM_FIRST_WINDOWS:
+            weights = (torch.arange(5) < 3).float().expand(6, 5)
+        batch = {"input_ids": torch.randint(20, (6, 5)), "mask_of_loss": weights}
+        model(**batch)["loss"].backward()
+        truth = h.gradients(model)
+        model.zero_grad()
+        hf_ga.backward(model, batch, micro_batch_size=2, step=step)
+        assert h.relative_error(h.gradients(model), truth) < 1e-6, step
+        model.zero_grad()
 
 
 class Adversarial(nn.Module):

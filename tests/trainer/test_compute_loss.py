@@ -253,3 +253,22 @@ def test_the_layout_is_logged_without_a_progress_bar(case, caplog):
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     given.run(layout=(2, 4), disable_tqdm=True, max_steps=1)
     assert "window of 8 samples = 1 process x 4 micro-batches x 2" in caplog.text
+
+
+class Scaled(tf.Trainer):
+    """Has a parameter of its own, beside the model."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = self.scale * model(**inputs).logits
+        return F.cross_entropy(logits, inputs["labels"])
+
+
+def test_a_window_without_targets_leaves_parameters_beside_the_model_alone(case):
+    samples = [{**sample, "labels": -100} for sample in h.class_samples(16)]
+    trainer = case(h.bert_classifier, samples).make(mixed(Scaled), num_train_epochs=1)
+    trainer.scale = torch.nn.Parameter(torch.ones(()))
+    parameters = [*trainer.model.parameters(), trainer.scale]
+    trainer.optimizer = torch.optim.SGD(parameters, 0.1, weight_decay=0.1)
+    before = [parameter.detach().clone() for parameter in parameters]
+    trainer.train()
+    assert all(map(torch.equal, parameters, before))

@@ -214,3 +214,54 @@ def test_memory_that_runs_out_on_one_process(tmp_path, kind):
     for found in (first, second):
         found = {name.removeprefix("module."): value for name, value in found.items()}
         assert h.relative_error(found, whole_run.gradients[0]) < 1e-6
+
+
+class Gathering(tf.Trainer):
+    """Gathers values of all processes in its loss, as TRL's trainers do for their log."""
+
+    num_calls = 0
+    fails_at: int | None = None
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.num_calls += 1
+        if self.args.process_index == 1 and self.num_calls == self.fails_at:
+            raise torch.OutOfMemoryError("out of memory")
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        num_items = self.accelerator.gather_for_metrics(inputs["labels"].ne(-100).sum())
+        assert len(num_items) == 2
+        return (loss, outputs) if return_outputs else loss
+
+
+def gathering(folder, **settings):
+    torch.set_num_threads(1)
+    case = Case(folder, gpt2, h.token_samples(13))  # 8, and 5: three on one process, two on another
+    return case.make(max_steps=2, ddp_backend="gloo", **settings)
+
+
+def test_losses_that_gather_are_computed_as_often_on_all_processes(tmp_path):
+    whole_run = Case(tmp_path, gpt2, h.token_samples(13)).run(layout=(8, 1), max_steps=2)
+
+    def work():
+        trainer = gathering(tmp_path, trainer_class=mixed(Gathering), layout=(1, 4))
+        trainer.train()
+        return trainer.run.losses, trainer.num_calls
+
+    (losses, num_calls), (_, on_other) = without_errors(on_two_ranks(work))
+    assert losses == pytest.approx(whole_run.losses, rel=1e-6)
+    assert num_calls == on_other
+
+
+@pytest.mark.parametrize("fails_at", [2, 4])
+def test_an_error_where_other_processes_gather_is_raised_at_once(tmp_path, fails_at):
+    def work():
+        trainer = gathering(tmp_path, trainer_class=mixed(Gathering), layout=(2, 2))
+        trainer.fails_at = fails_at
+        try:
+            trainer.train()
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    first, (kind, message) = on_two_ranks(work)
+    assert first is not None
+    assert kind == "OutOfMemory"
+    assert "compute_loss gathers" in message

@@ -3,8 +3,8 @@ group of terms, the window's loss, and parts of a loss of the whole window.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ INEXACT_LOSS = (
 
 
 class WindowSums:
-    """The sums of one window at a time. `.grad` of the parameters is as before after each method,
-    or after `kept_in_grad`.
+    """The sums of one window at a time. `.grad` of the parameters is as before after each method.
 
     Args:
         backend: How ranks communicate.
@@ -60,9 +59,6 @@ class WindowSums:
         self.num_micro_batches = 1
         self.is_full_batch = False
         self._parameters = parameters
-        self._stays_in_grad = False  # between two micro-batches
-        self._in_grad: int | None = None  # the group whose sums are in `.grad`
-        self._earlier: Gradients = []  # what was there before
         self._first_exponent: int | None = None  # of shards' scale in the first window
 
     def begin(self, chunk_tree: ChunkTree | None = None) -> None:
@@ -85,15 +81,8 @@ class WindowSums:
         if chunk_tree is not None:
             self._chunks = ChunkSums(chunk_tree, self.backend.process_index)
 
-    @property
-    def _sums(self) -> list[Gradients]:
-        """For each group, the sum of its terms' gradients for each parameter."""
-        self._put_back()
-        return self._buffers
-
     def drop_groups(self) -> None:
         """Forget the groups, the gradients of their terms, and the loss."""
-        self._put_back()
         self.groups: list[Group] | None = None
         self.values: list[float] = []
         self._buffers: list[Gradients] = []
@@ -106,7 +95,7 @@ class WindowSums:
         kept = [before.index(id(g)) if id(g) in before else None for g in groups]
         if len(before) == 1 and len(groups) > 1:  # whose values are told apart from now on
             self.values = [float(self.loss)]
-        values, buffers, scales = self.values, self._sums, self._scales
+        values, buffers, scales = self.values, self._buffers, self._scales
         self.groups = groups
         self._clear_buffers()
         for index, old in enumerate(kept):
@@ -118,12 +107,12 @@ class WindowSums:
     def has_gradients_of(self, group: Group) -> bool:
         """Whether a backward of the window has added to the gradients of a group in use."""
         index = [id(g) for g in self.groups].index(id(group))
-        return any(gradient is not None for gradient in self._sums[index])
+        return any(gradient is not None for gradient in self._buffers[index])
 
     def unfinished(self) -> Gradients:
         """Return for each parameter the undivided sum of a group that reaches it, or None."""
         result: Gradients = [None] * len(self._parameters)
-        for buffer in self._sums:
+        for buffer in self._buffers:
             result = [known if g is None else g for known, g in zip(result, buffer, strict=True)]
         return result
 
@@ -135,18 +124,6 @@ class WindowSums:
         self._scales = [0.0] * number
 
     # Micro-batches
-
-    @contextmanager
-    def kept_in_grad(self) -> Iterator[None]:
-        """Within the block, sums may stay in `.grad` between two micro-batches, which saves time:
-        it is for a loop of which no code of a user's looks there.
-        """
-        self._stays_in_grad = True
-        try:
-            yield
-        finally:
-            self._stays_in_grad = False
-            self._put_back()
 
     def add(
         self,
@@ -215,7 +192,6 @@ class WindowSums:
         """
         if not part.requires_grad:
             return
-        self._put_back()
         earlier = [parameter.grad for parameter in self._parameters]
         set_gradients(self._parameters, self._parts)
         with ExitStack() as stack:
@@ -262,39 +238,21 @@ class WindowSums:
         """Run one backward, with `.grad` being the buffer of a group meanwhile."""
         if not loss.requires_grad:
             return
-        if not self.backend.is_sharded:  # FSDP adds up in `.grad`
-            self._put_in_grad(index)
+        is_sharded = self.backend.is_sharded
+        earlier = [parameter.grad for parameter in self._parameters]
+        if not is_sharded:
+            set_gradients(self._parameters, self._buffers[index])
         terms = [reading.term for reading in readings if reading.term is not None]
         hooks: AbstractContextManager[None] = undivided(terms, scales)
         scaled = loss
         if len(terms) != len(readings):
             hooks = nullcontext()
             scaled = loss * scales[0]
-        try:
-            with sync(), self._without_hooks():
-                self.backend.run_backward(scaled, hooks, retain_graph=retain_graph)
-        finally:
-            if not self._stays_in_grad:
-                self._put_back()
-        if self.backend.is_sharded:
-            self._buffers[index] = [parameter.grad for parameter in self._parameters]
-
-    def _put_in_grad(self, index: int) -> None:
-        """Let the sums of a group be `.grad`, where a backward adds to them."""
-        if self._in_grad == index:
-            return
-        self._put_back()
-        self._earlier = [parameter.grad for parameter in self._parameters]
-        set_gradients(self._parameters, self._buffers[index])
-        self._in_grad = index
-
-    def _put_back(self) -> None:
-        """Let `.grad` be again what it was before a backward of this window."""
-        if self._in_grad is None:
-            return
-        self._buffers[self._in_grad] = [parameter.grad for parameter in self._parameters]
-        set_gradients(self._parameters, self._earlier)
-        self._in_grad = None
+        with sync(), self._without_hooks():
+            self.backend.run_backward(scaled, hooks, retain_graph=retain_graph)
+        self._buffers[index] = [parameter.grad for parameter in self._parameters]
+        if not is_sharded:
+            set_gradients(self._parameters, earlier)
 
     def _without_hooks(self) -> AbstractContextManager[None]:
         """Within the block, hooks of parameters get no gradient: that of the window comes. Those of
@@ -361,7 +319,8 @@ class WindowSums:
         if isinstance(value, Tensor):
             value = value.to(self.loss.dtype)
         if any(not isinstance(r.divisor, Tensor) and is_empty(r) for r in data_terms[1:]):
-            value = torch.as_tensor(value).nan_to_num()  # of a term without targets
+            # Of a term without targets.
+            value = torch.as_tensor(value, dtype=self.loss.dtype).nan_to_num()
         if first.term is None:
             self.loss += value
             return
@@ -412,7 +371,7 @@ class WindowSums:
         """For same bits, move what the micro-batch added to the sums of the window's chunks."""
         if self._chunks is None:
             return
-        for buffer, scale in zip(self._sums, self._scales, strict=True):
+        for buffer, scale in zip(self._buffers, self._scales, strict=True):
             gradients = [gradient for gradient in buffer if gradient is not None]
             if gradients:
                 torch._foreach_mul_(gradients, scale)  # by a power of two, which is exact
@@ -429,7 +388,7 @@ class WindowSums:
         """
         numbers = torch.stack([self.loss, self.part])
         values = torch.tensor(self.values, dtype=numbers.dtype, device=numbers.device)
-        buffers = [*self._sums, self._parts] if self.has_parts else self._sums
+        buffers = [*self._buffers, self._parts] if self.has_parts else self._buffers
         gradients = [
             torch.zeros_like(parameter) if gradient is None else gradient
             for buffer in buffers
@@ -463,14 +422,14 @@ class WindowSums:
         if self.backend.is_stage:
             return [parameter.grad is not None for parameter in self._parameters]
         reached = self._reached
-        for buffer in (*self._sums, self._parts):
+        for buffer in (*self._buffers, self._parts):
             reached = [r or g is not None for r, g in zip(reached, buffer, strict=True)]
         return reached
 
     def has_gradients(self) -> bool:
         """Whether a backward of the window has added to the gradients of its groups."""
-        in_sums = any(g is not None for buffer in self._sums for g in buffer)
-        return in_sums or any(self._reached)
+        in_buffers = any(g is not None for buffer in self._buffers for g in buffer)
+        return in_buffers or any(self._reached)
 
     # The window's end
 
@@ -536,7 +495,7 @@ class WindowSums:
         result: Gradients = [None] * len(self._parameters)
         averages_over = self.backend.averages_over
         groups = self.groups or []
-        for index, (group, buffer) in enumerate(zip(groups, self._sums, strict=True)):
+        for index, (group, buffer) in enumerate(zip(groups, self._buffers, strict=True)):
             factor = 1.0  # the backward of a full batch has divided
             if not self.is_full_batch:
                 if not group.total:  # the sums stay: a later micro-batch may have targets
