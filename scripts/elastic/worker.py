@@ -182,8 +182,8 @@ class RecordingTrainer(hf_ga.ExactTrainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> Tensor:
         """Note the samples, unless they are a rehearsal's, and compute Trainer's loss."""
         window = self._window
-        if window.slots is not self._slots:  # a new window, or the same one again
-            self._slots = window.slots
+        if window._slots is not self._slots:  # a new window, or the same one again
+            self._slots = window._slots
             self.numbers = []
         if window.engine.slot.is_counted:
             self.numbers += inputs["input_ids"][:, 0].tolist()
