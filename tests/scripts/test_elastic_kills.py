@@ -5,21 +5,20 @@ its ledger sees a sample that is left out, counted twice, or lost with a process
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import kill_test
 import numpy as np
 import pytest
-from elastic import launching, run, worker
+from elastic import worker
 from elastic.ledger import Ledger, LedgerWriter
 from elastic.run import KINDS, ElasticRun, Event, draw_events, print_lost, runs_of
-from forked import ForkedPython, on_ranks, without_errors
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from forked import on_ranks, without_errors
 
+MACHINES = Path(__file__).with_name("machines_worker.py")
 KILLED_AFTER = 4  # windows; the last checkpoint has three
 
 
@@ -136,31 +135,20 @@ class ForkedRun(ElasticRun):
         return train
 
 
-class QuickRun(ForkedRun):
-    """With shorter steps: its workers start at once."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.pace /= 4
-
-
 @pytest.mark.slow("starts torch's agents, and kills them")
-def test_machines_come_and_go(tmp_path, monkeypatch, capsys):
+def test_machines_come_and_go(tmp_path):
     """SIGTERM to an agent; a worker and an agent are killed at once. The other doors handle no
     signals: see `ForkedRun`.
     """
-    monkeypatch.setattr(run, "ElasticRun", QuickRun)
-    monkeypatch.setattr(launching, "subprocess", SimpleNamespace(Popen=ForkedPython))
-    monkeypatch.setattr(subprocess_handler, "Popen", ForkedPython)
-    quick = {"keep_alive_interval": 1, "keep_alive_max_attempt": 4, "last_call_timeout": 2}
-    monkeypatch.setattr(launching, "RENDEZVOUS", launching.RENDEZVOUS | quick)
-    monkeypatch.setattr(run, "END_SECONDS", 5.0)
     flags = ["--elastic", "--kills", "2", "--same_bits", "4", "--seed", "2"]
-    words = ["kill_test.py", *flags, "--output_dir", str(tmp_path / "runs")]
-    monkeypatch.setattr(sys, "argv", words)
-    code = kill_test.main()
-    printed = capsys.readouterr().out
-    assert code == 0, printed
+    done = subprocess.run(
+        [sys.executable, str(MACHINES), *flags, "--output_dir", str(tmp_path / "runs")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    printed = done.stdout
+    assert done.returncode == 0, (printed + done.stderr)[-4000:]
     assert "SIGTERM to an agent after window" in printed
     assert "two at once after window" in printed
     assert "each sample counted exactly once in each epoch" in printed
