@@ -231,8 +231,8 @@ def test_a_file_of_ones_own_becomes_a_classifier(tmp_path, capsys, monkeypatch):
     script = "".join(BLOCKS["finetune"])
     assert script.count("max_steps=30") == 2
     assert script.count("eval_steps=15") == 1
-    shorter = script.replace("max_steps=30", "max_steps=12").replace(
-        "eval_steps=15", "eval_steps=6"
+    shorter = script.replace("max_steps=30", "max_steps=16").replace(
+        "eval_steps=15", "eval_steps=8"
     )
     names, printed = execute(shorter, capsys)
     assert "[{'label': '1', 'score':" in printed
