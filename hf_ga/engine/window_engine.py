@@ -559,7 +559,7 @@ class WindowEngine:
     def _add(
         self, loss: Tensor, num_targets: float | Tensor | None, *, retain_graph: bool, is_last: bool
     ) -> None:
-        """See `add`."""
+        """Read, compare and add a loss, as described in `add`."""
         self.draw_check.check()
         self.draw_check.check_between_backwards()
         slot = self.slot

@@ -134,10 +134,11 @@ class Fetcher:
             request: The plan of the window.
             offsets: Offsets in the window of the samples to fetch.
         """
-        key = fold_in(Purpose.SAMPLE, request.seed, request.epoch)
-        keys = fold_in_each(key, request.positions[offsets])
+        key_of_epoch = fold_in(Purpose.SAMPLE, request.seed, request.epoch)
+        keys = fold_in_each(key_of_epoch, request.positions[offsets]).tolist()
+        sample_ids = request.sample_ids[offsets].tolist()
         samples = []
-        for key, sample_id in zip(keys.tolist(), request.sample_ids[offsets].tolist(), strict=True):
+        for key, sample_id in zip(keys, sample_ids, strict=True):
             seed_generators(key)
             samples.append(self.dataset[sample_id])
         return samples

@@ -1,6 +1,6 @@
 """The tensors in the nested outputs of a model: list them by name, and replace them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,22 @@ def named_tensors(outputs: Any, name: str = "") -> dict[str, Tensor]:
     for key, value in _items(outputs):
         found |= named_tensors(value, f"{name}.{key}" if name else str(key))
     return found
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments or the results of a function, also in lists, tuples and
+    dicts; in a fraction of the time that `named_tensors` takes for long lists of numbers.
+
+    Args:
+        values: The arguments, or the result in a list.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(list(value.values()))
 
 
 def non_tensor_values(outputs: Any) -> list[Any]:

@@ -218,17 +218,22 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def train(kind: Callable, batch_size: int) -> Tensor:
-    """The weights after an epoch."""
+def train(
+    kind: Callable, batch_size: int, samples: TensorDataset | None = None, epochs: int = 1
+) -> Tensor:
+    """The weights after some epochs."""
     accelerator, model, optimizer, loader = prepared(batch_size, WINDOW // batch_size)
+    if samples is not None:
+        loader = accelerator.prepare(DataLoader(samples, batch_size))
     kept = kind(accelerator)
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(kept.loss(model(x), y))
-            optimizer.step()
-            if accelerator.sync_gradients:
-                kept.after_step()
-            optimizer.zero_grad()
+    for _ in range(epochs):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(kept.loss(model(x), y))
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    kept.after_step()
+                optimizer.zero_grad()
     return flat(model)
 
 
@@ -277,25 +282,10 @@ def test_what_a_module_holds_is_exact(run, kind, batch_size):
 @pytest.mark.parametrize("batch_size", [4, 1])
 def test_outputs_of_an_epoch_may_be_targets_of_the_next(batch_size):
     """Here an epoch is one window of samples with labels of their own."""
-    whole = train_epochs_of_a_window(WINDOW)
-    assert (train_epochs_of_a_window(batch_size) - whole).norm() < CLOSE * whole.norm()
-
-
-def train_epochs_of_a_window(batch_size: int) -> Tensor:
-    """The weights after four of them."""
-    accelerator, model, optimizer, _ = prepared(batch_size, WINDOW // batch_size)
     samples = TensorDataset(X[:WINDOW], torch.arange(WINDOW))
-    loader = accelerator.prepare(DataLoader(samples, batch_size))
-    kept = Teacher(accelerator)
-    for _ in range(4):
-        for x, y in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(kept.loss(model(x), y))
-                optimizer.step()
-                if accelerator.sync_gradients:
-                    kept.after_step()
-                optimizer.zero_grad()
-    return flat(model)
+    whole = train(Teacher, WINDOW, samples, epochs=4)
+    split = train(Teacher, batch_size, samples, epochs=4)
+    assert (split - whole).norm() < CLOSE * whole.norm()
 
 
 class Odd(nn.Linear):

@@ -8,7 +8,6 @@ All arithmetic is on integers modulo 2**32 and 2**64, so a GPU draws the same bi
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -42,7 +41,6 @@ def sample_keys(seed: int, epoch: int, positions: np.ndarray) -> Tensor:
     return torch.from_numpy(keys.view(np.int64))
 
 
-@lru_cache(maxsize=1)  # each micro-batch of a window asks for it
 def window_key(seed: int, epoch: int, window_index: int) -> Tensor:
     """Return the random key of dropout masks that all samples of a window share.
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from hf_ga.engine.checks.statistic_check import CONSTANTS
 from hf_ga.errors import LossNotAdditive
 from hf_ga.model.forward import force_eager
-from hf_ga.model.outputs import named_tensors
+from hf_ga.model.outputs import named_tensors, tensors_in
 
 NUM_WINDOWS = 2  # at whose end it is noted what the loop computes
 # Functions that give a tensor the type or the shape of others, and none of their values.
@@ -131,10 +131,10 @@ class KeptValues:
         name = getattr(function, "__name__", "")
         if not self._is_on or not self._known or name in CONSTANTS:
             return
-        out = list(_tensors([kwargs.get("out")]))
+        out = list(tensors_in([kwargs.get("out")]))
         is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        changed = out or list(_tensors(args[: int(is_in_place)]))
-        read = list(_tensors(args[:1] if name in LIKE else [*args, *kwargs.values()]))
+        changed = out or list(tensors_in(args[: int(is_in_place)]))
+        read = list(tensors_in(args[:1] if name in LIKE else [*args, *kwargs.values()]))
         if out or name in OVERWRITES or _sets_all(name, args):
             whole = [tensor for tensor in changed if _is_whole(tensor)]
             read = [tensor for tensor in read if all(tensor is not other for other in whole)]
@@ -142,8 +142,8 @@ class KeptValues:
         earlier = windows - {self._window}
         window = next(iter(earlier), self._window) if windows else None
         # A view of a constant, such as the row of a table for a label, is constant, too.
-        known = {_key_of(tensor) for tensor in _tensors([*args, *kwargs.values()])}
-        new = [tensor for tensor in _tensors([result]) if _key_of(tensor) not in known]
+        known = {_key_of(tensor) for tensor in tensors_in([*args, *kwargs.values()])}
+        new = [tensor for tensor in tensors_in([result]) if _key_of(tensor) not in known]
         for tensor in [*changed, *new]:
             self._set(tensor, window)
 
@@ -218,14 +218,3 @@ def _sets_all(name: str, args: Sequence[Any]) -> bool:
     if name != "__setitem__":
         return False
     return args[1] is Ellipsis or (isinstance(args[1], slice) and args[1] == slice(None))
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among some values, also in lists, tuples and dicts."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(list(value.values()))

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from torch.compiler import is_compiling
 
 from hf_ga.model.forward import force_eager
-from hf_ga.model.outputs import named_tensors
+from hf_ga.model.outputs import named_tensors, tensors_in
 
 # Functions whose result changes in steps, or whose gradient does.
 COMPARISONS = {"eq", "ne", "gt", "ge", "lt", "le", "isclose", "bucketize", "searchsorted"}
@@ -233,7 +233,7 @@ class WatchedTensor(Tensor):
         """Run a function of torch, and note its results unless they are of single samples."""
         kwargs = kwargs or {}
         if any(kind is not cls for kind in types):  # another class has functions of its own
-            for tensor in _tensors([*args, *kwargs.values()]):
+            for tensor in tensors_in([*args, *kwargs.values()]):
                 _make_plain(tensor)
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
@@ -246,8 +246,8 @@ class WatchedTensor(Tensor):
         if name in SPLITS or (name == "__getitem__" and _takes_one_row(*args)):
             return result
         arguments = [*args, *kwargs.values()]
-        results = list(_tensors(args[:1] if name == "__setitem__" else [result]))
-        values = [tensor for tensor in _tensors(arguments) if type(tensor) is WatchedTensor]
+        results = list(tensors_in(args[:1] if name == "__setitem__" else [result]))
+        values = [tensor for tensor in tensors_in(arguments) if type(tensor) is WatchedTensor]
         if results and values:
             values[0].origin.check.note(name, arguments, values, results)
         return result
@@ -273,12 +273,3 @@ def _takes_one_row(tensor: Tensor, index: Any) -> bool:
 def _is_part_of_order(tensor: WatchedTensor, part: Tensor) -> bool:
     """Whether some of the sorted samples were taken."""
     return tensor.origin.order is not None and part.numel() < tensor.numel()
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among some values, also in lists and tuples."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
